@@ -1,0 +1,19 @@
+# make train: a trained HalfCheetah from a bare machine; make test: lint and tests. Both set up .venv on first use.
+PYTHON ?= python3
+RUN = .venv/bin/python
+
+.PHONY: train test lint
+
+train: .venv/installed
+	$(RUN) ppo_continuous_action.py
+
+test: lint
+	$(RUN) -m pytest -q tests
+
+lint: .venv/installed
+	$(RUN) -m ruff check .
+
+.venv/installed: requirements.txt
+	$(PYTHON) -m venv .venv
+	$(RUN) -m pip install --quiet --requirement requirements.txt
+	touch $@

@@ -1,0 +1,691 @@
+"""PPO for continuous (Box) actions: MuJoCo and any other Gymnasium environment with vector observations.
+
+Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the implementation details
+of openai/baselines ppo2: G1 to G11, M1 to M8, X1 and X3 mark them, numbered in the order of "The 37 Implementation
+Details of Proximal Policy Optimization". One difference by default: an episode that a time limit cuts bootstraps from
+the value of its last observation (--no-bootstrap-truncated does as baselines does).
+
+    python ppo_continuous_action.py --env-id HalfCheetah-v5 --total-timesteps 1000000
+
+Read it from the bottom: the run is the straight line under `if __name__ == "__main__"`.
+"""
+
+import difflib
+import json
+import math
+import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from torch.optim.adam import adam
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+# The comment beside a flag is its --help text.
+@dataclass
+class RunArgs:
+    """How to run, record and go on"""
+
+    exp_name: str = Path(__file__).stem  # name of the experiment, a part of the run's name
+    run_name: str | None = None  # folder of the run under runs/; without it ENV__EXPERIMENT__SEED__UNIXTIME
+    seed: int = 1  # seed of the networks, the action noise, the minibatches and the environments
+    torch_deterministic: bool = True  # use deterministic cuDNN algorithms
+    cuda: bool = True  # use a GPU where there is one
+    compile: bool = True  # compile the update (20 to 30 s the first time, 5 s once it is in the compiler's cache)
+    num_threads: int = 0  # threads of PyTorch (0: chosen by the script)
+    track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
+    wandb_project_name: str = "plainrl"  # project at Weights & Biases
+    wandb_entity: str | None = None  # user or team at Weights & Biases
+    capture_video: bool = False  # record the evaluation, and training episodes of the first environment, under videos/
+    video_interval: int = 100  # record every N-th training episode
+    save_model: bool = False  # write the final weights to EXPERIMENT.cleanrl_model too, as CleanRL does
+    checkpoint_interval: int = 10  # iterations between checkpoints
+    eval_episodes: int = 10  # episodes of the evaluation: deterministic actions, own seeds, frozen normalisation
+    resume: str | None = None  # folder of a run to go on with, exactly as if it had never stopped; it knows its flags
+    evaluate: str | None = None  # folder of a run whose policy is played, without training; it knows its flags
+
+
+@dataclass
+class AlgorithmArgs:
+    """What is learned, and how"""
+
+    env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
+    total_timesteps: int = 1000000  # steps of the run, all environments together
+    learning_rate: float = 3e-4  # learning rate of Adam
+    num_envs: int = 1  # number of environments
+    num_steps: int = 2048  # steps in each environment per rollout
+    anneal_lr: bool = True  # lower the learning rate linearly over the run
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of the generalized advantage estimation
+    num_minibatches: int = 32  # minibatches per epoch
+    update_epochs: int = 10  # epochs per rollout
+    norm_adv: bool = True  # normalise the advantages in each minibatch
+    clip_coef: float = 0.2  # clip range of the probability ratio and of the value loss
+    anneal_clip: bool = False  # lower the clip range linearly over the run
+    clip_vloss: bool = True  # clip the value loss as openai/baselines does
+    ent_coef: float = 0.0  # coefficient of the entropy
+    vf_coef: float = 0.5  # coefficient of the value loss
+    max_grad_norm: float = 0.5  # largest norm of the gradient, actor and critic together
+    target_kl: float | None = None  # an epoch whose mean approximate KL exceeds this is the iteration's last
+    bootstrap_truncated: bool = True  # bootstrap from the last observation of an episode that a time limit cut
+    init_log_std: float = 0.0  # initial logarithm of the policy's standard deviation
+
+
+@dataclass
+class Args(AlgorithmArgs, RunArgs):
+    """All flags of the script."""
+
+    def __post_init__(self):
+        self.batch_size = self.num_envs * self.num_steps
+        self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
+
+
+# With --resume and --evaluate these flags may differ from the run's own, for they don't change what is learned.
+FREE_FLAGS = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval", "checkpoint_interval")
+
+
+def fail(message, code=2):
+    """Ends the program with one sentence: code 2 for bad input, 1 for a run that failed."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def read_flags(default):
+    """Command line -> Args; what is not given is as in default. RunArgs and AlgorithmArgs are the groups of --help."""
+    groups = [group(**{f.name: getattr(default, f.name) for f in fields(group)}) for group in (RunArgs, AlgorithmArgs)]
+    Form = make_dataclass("Form", [("run", RunArgs), ("algorithm", AlgorithmArgs)])
+    form = tyro.cli(tyro.conf.OmitArgPrefixes[Form], default=Form(*groups), description=__doc__.split("\n")[0])
+    return Args(**vars(form.run), **vars(form.algorithm))
+
+
+def parse_args():
+    """Returns the flags and, for --resume and --evaluate, the run's checkpoint, whose flags they then are."""
+    args, checkpoint = read_flags(Args()), None
+    if run := args.resume or args.evaluate:
+        checkpoint = load_checkpoint(Path(run))
+        own = checkpoint["args"]
+        if versions := set(own) ^ {f.name for f in fields(Args)}:
+            fail(f"{run} was made by another version of this script, which differs in the flags {sorted(versions)}")
+        args = read_flags(replace(Args(**own), resume=args.resume, evaluate=args.evaluate))
+        if changed := [name for name in own if own[name] != getattr(args, name) and name not in FREE_FLAGS]:
+            flags = ", ".join(f"{name} = {own[name]}" for name in changed)
+            fail(f"{run} was made with {flags}: give no other value, or start a new run")
+    counts = ("num_envs", "num_steps", "num_minibatches", "update_epochs", "checkpoint_interval", "eval_episodes",
+              "video_interval", "learning_rate", "clip_coef", "max_grad_norm")
+    if wrong := [name for name in counts if not getattr(args, name) > 0]:
+        fail(f"{', '.join(wrong)} must be above 0")
+    if args.batch_size % args.num_minibatches:
+        fail(f"a rollout of {args.batch_size} steps does not divide into {args.num_minibatches} minibatches: change "
+             "--num-envs, --num-steps or --num-minibatches")
+    if args.norm_adv and args.batch_size == args.num_minibatches:
+        fail("a minibatch of one step has no standard deviation: fewer --num-minibatches, or --no-norm-adv")
+    if args.num_iterations < 1:
+        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps")
+    if min(args.seed, args.num_threads) < 0 or not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1):
+        fail("--seed and --num-threads must not be negative, --gamma and --gae-lambda must be between 0 and 1")
+    if (args.resume and args.evaluate) or (args.run_name and Path(args.run_name).name != args.run_name):
+        fail("give --resume or --evaluate, not both, and as --run-name a name without slashes")
+    return args, checkpoint
+
+
+class RunningMeanStd:
+    """Mean and variance of all samples seen, float64, prior count 1e-4 (baselines common/running_mean_std.py)."""
+
+    def __init__(self, shape):
+        self.mean, self.var, self.count = np.zeros(shape), np.ones(shape), np.array(1e-4)
+
+    def update(self, batch):
+        """Adds a batch (n, *shape) by Chan's parallel formula."""
+        n, mean = len(batch), np.add.reduce(batch) / len(batch)  # np.mean and np.var take three times as long here
+        delta, total = mean - self.mean, self.count + n
+        squares = delta * delta * (self.count * n / total)
+        if n > 1:
+            squares += np.add.reduce((batch - mean) ** 2)
+        self.mean = self.mean + delta * (n / total)
+        self.var = (self.var * self.count + squares) / total
+        self.count = total
+
+    def normalize(self, x):
+        """x (n, *shape) -> its distance from the mean in standard deviations, clipped to 10 (M2), float32."""
+        x = (x - self.mean) / np.sqrt(self.var + 1e-8)
+        return np.minimum(np.maximum(x, -10.0), 10.0).astype(np.float32)
+
+
+def make_env(env_id, render):
+    """Makes an environment that this script can learn in, or ends the program; render: it makes frames for a video."""
+    try:
+        env = gym.make(env_id, render_mode="rgb_array" if render else None, disable_env_checker=True)
+    except (gym.error.Error, ImportError) as error:
+        near = ", ".join(difflib.get_close_matches(env_id, gym.registry, cutoff=0.5)) or "none"
+        fail(f"no environment {env_id}: {' '.join(str(error).split())} (ids like it: {near})")
+    if not isinstance(env.action_space, gym.spaces.Box) or env.action_space.dtype.kind != "f":
+        fail(f"{env_id} has the action space {env.action_space}, but this script needs a Box of floats")
+    if not isinstance(env.observation_space, (gym.spaces.Box, gym.spaces.Dict)):
+        fail(f"{env_id} has the observation space {env.observation_space}, but this script needs a Box or a Dict")
+    return env
+
+
+def open_video(path, env):
+    """Opens an MP4 file for frames of env; append_data(frame) adds one, close() completes the file."""
+    import imageio.v2 as imageio  # only --capture-video needs it
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return imageio.get_writer(path, fps=env.metadata.get("render_fps", 30), macro_block_size=2)
+
+
+ENVS_STATE = ("raw_obs", "discounted_returns", "episode_returns", "episode_lengths", "episode_counts")
+
+
+class Envs:
+    """A vector of environments with openai/baselines' VecNormalize (common/vec_env/vec_normalize.py).
+
+    A step that ends an episode also resets it and gives the reset's observation (Gymnasium's SAME_STEP). obs_stats sees
+    every observation given, resets too, once (M1). Rewards are divided by the standard deviation of the discounted
+    return, which restarts at 0 after each episode (M3). With obs_stats given, those statistics are used and stay.
+
+    obs: float32 (num_envs, obs_dim), the current observations, flattened, normalised, clipped.
+    """
+
+    def __init__(self, env_id, num_envs, seed, gamma=0.99, obs_stats=None, video_dir=None, video_interval=1):
+        self.envs = [make_env(env_id, render=i == 0 and video_dir is not None) for i in range(num_envs)]
+        self.space, action_space = self.envs[0].observation_space, self.envs[0].action_space
+        self.action_shape, self.action_dtype = action_space.shape, action_space.dtype
+        self.low, self.high = action_space.low.ravel(), action_space.high.ravel()
+        self.obs_dim, self.action_dim = gym.spaces.flatdim(self.space), self.low.size
+        self.training, self.gamma = obs_stats is None, gamma
+        self.obs_stats, self.return_stats = obs_stats or RunningMeanStd((self.obs_dim,)), RunningMeanStd(())
+        self.video_dir, self.video_interval, self.video = video_dir, video_interval, None
+        self.raw_obs = np.zeros((num_envs, self.obs_dim))
+        self.discounted_returns, self.episode_returns = np.zeros(num_envs), np.zeros(num_envs)
+        self.episode_lengths, self.episode_counts = np.zeros(num_envs, int), np.zeros(num_envs, int)
+        # An environment is replayed from its random state before its last reset, and the actions since
+        self.reset_states, self.actions_since = [None] * num_envs, [None] * num_envs
+        for i, env_seed in enumerate(np.random.SeedSequence(seed).generate_state(num_envs)):
+            self.envs[i].reset(seed=int(env_seed))
+            self.reset_env(i)
+        self.normalize_obs()
+
+    def normalize_obs(self):
+        if self.training:
+            self.obs_stats.update(self.raw_obs)
+        self.obs = self.obs_stats.normalize(self.raw_obs)
+
+    def flatten(self, obs):
+        """An environment's observation -> (obs_dim,)."""
+        return obs.ravel() if isinstance(self.space, gym.spaces.Box) else gym.spaces.flatten(self.space, obs)
+
+    def reset_env(self, i):
+        """Starts an episode in environment i; raw_obs[i] is its first observation."""
+        self.reset_states[i], self.actions_since[i] = self.envs[i].unwrapped.np_random.bit_generator.state, []
+        self.discounted_returns[i], self.episode_returns[i], self.episode_lengths[i] = 0.0, 0.0, 0
+        self.raw_obs[i] = self.flatten(self.envs[i].reset()[0])
+        if i == 0 and self.video_dir and self.episode_counts[0] % self.video_interval == 0:
+            self.video = open_video(self.video_dir / f"episode-{self.episode_counts[0]}.mp4", self.envs[0])
+            self.video.append_data(self.envs[0].render())
+
+    def step_env(self, i, action):
+        """Steps environment i with a clipped action (action_dim,); raw_obs[i] is the observation."""
+        self.actions_since[i].append(action)
+        obs, reward, terminated, truncated, _ = self.envs[i].step(action.reshape(self.action_shape))
+        self.raw_obs[i] = self.flatten(obs)
+        if i == 0 and self.video:
+            self.video.append_data(self.envs[0].render())
+        return float(reward), terminated, truncated
+
+    def step(self, actions):
+        """Steps every environment with its raw action, actions (num_envs, action_dim), clipped to the bounds here (M8).
+
+        Returns the normalised rewards, float64 (num_envs,), and the episodes that ended, [(i, return, length, ended_by,
+        final_obs)]: environment, unnormalised return, length, "termination" or "truncation", and the observation
+        (obs_dim,) that the reset has replaced, normalised with the same statistics but not counted in them.
+        """
+        actions = np.minimum(np.maximum(actions, self.low), self.high).astype(self.action_dtype)
+        rewards, ended, num_envs = np.zeros(len(self.envs)), [], len(self.envs)
+        for i in range(num_envs):
+            rewards[i], terminated, truncated = self.step_env(i, actions[i])
+            if terminated or truncated:
+                ended.append((i, "termination" if terminated else "truncation", self.raw_obs[i].copy()))
+        self.episode_returns += rewards
+        self.episode_lengths += 1
+        self.discounted_returns = self.discounted_returns * self.gamma + rewards
+        self.return_stats.update(self.discounted_returns)
+        rewards = np.minimum(np.maximum(rewards / math.sqrt(self.return_stats.var + 1e-8), -10.0), 10.0)  # M4
+        records = [(i, float(self.episode_returns[i]), int(self.episode_lengths[i]), by, obs) for i, by, obs in ended]
+        for i, *_ in ended:
+            self.episode_counts[i] += 1
+            if i == 0 and self.video:
+                self.video = self.video.close()
+            self.reset_env(i)
+        self.normalize_obs()
+        return rewards, [(*record, self.obs_stats.normalize(obs)) for *record, obs in records]
+
+    def state(self):
+        """All that load_state needs to go on exactly, as tensors and plain Python values."""
+        return {name: torch.tensor(getattr(self, name)) for name in ENVS_STATE} | {
+            "stats": [[torch.tensor(x) for x in vars(s).values()] for s in (self.obs_stats, self.return_stats)],
+            "reset_states": list(self.reset_states),
+            "actions_since": [torch.tensor(np.array(actions)) for actions in self.actions_since],
+        }
+
+    def load_state(self, state):
+        """Goes on from a state(): replays each environment from its last reset, and checks where that leads."""
+        for stats, values in zip((self.obs_stats, self.return_stats), state["stats"]):
+            stats.mean, stats.var, stats.count = (x.numpy() for x in values)
+        self.episode_counts = state["episode_counts"].numpy()
+        for i, env in enumerate(self.envs):
+            env.unwrapped.np_random.bit_generator.state = state["reset_states"][i]
+            self.reset_env(i)
+            for action in state["actions_since"][i].numpy():
+                self.step_env(i, action)
+            if np.array_equal(self.raw_obs[i], state["raw_obs"][i].numpy()):
+                for name in ENVS_STATE:
+                    getattr(self, name)[i] = state[name][i].numpy()
+            else:
+                print(f"environment {i} can't be brought back to where it was: it starts a new episode")
+                self.reset_env(i)
+        self.obs = self.obs_stats.normalize(self.raw_obs)
+
+
+def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
+    """Orthogonal weights of gain std, constant bias (G9; baselines a2c/utils.py)."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+def mlp(inputs, outputs, std):
+    """Two tanh layers of 64 (M6), and a linear one of gain std."""
+    layers = [layer_init(nn.Linear(inputs, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
+    return nn.Sequential(*layers, layer_init(nn.Linear(64, outputs), std))
+
+
+class Agent(nn.Module):
+    """Policy and value in separate networks (M7); the standard deviation depends on no observation (M5)."""
+
+    def __init__(self, obs_dim, action_dim, init_log_std=0.0):
+        super().__init__()
+        self.critic, self.actor_mean = mlp(obs_dim, 1, std=1.0), mlp(obs_dim, action_dim, std=0.01)
+        self.actor_logstd = nn.Parameter(torch.full((1, action_dim), init_log_std))
+
+    def get_value(self, obs):
+        """obs (n, obs_dim) -> values (n,)."""
+        return self.critic(obs).squeeze(-1)
+
+    def forward(self, obs, actions):
+        """obs (n, obs_dim), actions (n, action_dim) -> log-probabilities of the actions, entropy, values, each (n,)."""
+        constant = 0.5 * math.log(2 * math.pi)
+        noise = (actions - self.actor_mean(obs)) / self.actor_logstd.exp()
+        logprobs = (-0.5 * noise**2 - self.actor_logstd - constant).sum(1)
+        entropy = (self.actor_logstd + 0.5 + constant).sum(1).expand(len(obs))
+        return logprobs, entropy, self.get_value(obs)
+
+
+def numpy_policy(actor_mean):
+    """The network actor_mean, with a copy of its weights, as a function of arrays: (n, obs_dim) -> (n, action_dim).
+
+    Weights are frozen during a rollout, and on a few observations numpy takes 10 us where PyTorch takes 45.
+    """
+    functions = {nn.Tanh: np.tanh}  # another activation in actor_mean needs its numpy twin here
+    layers = [
+        [p.detach().cpu().numpy().T.copy() for p in m.parameters()] if isinstance(m, nn.Linear) else functions[type(m)]
+        for m in actor_mean
+    ]
+
+    def policy(x):
+        for layer in layers:
+            x = layer(x) if callable(layer) else x @ layer[0] + layer[1]
+        return x
+
+    return policy
+
+
+def rollout(agent, envs, num_steps):
+    """Plays num_steps in each environment (G10).
+
+    Returns float32 arrays obs (num_steps, num_envs, obs_dim), raw actions (num_steps, num_envs, action_dim), rewards
+    (num_steps, num_envs); bool arrays terminations, truncations (num_steps, num_envs); and the episodes that ended,
+    [(step, i, return, length, ended_by, final_obs)] as Envs.step gives them.
+    """
+    shape, policy, episodes = (num_steps, len(envs.envs)), numpy_policy(agent.actor_mean), []
+    obs, rewards = np.zeros((*shape, envs.obs_dim), np.float32), np.zeros(shape, np.float32)
+    terminations, truncations = np.zeros(shape, bool), np.zeros(shape, bool)
+    actions = (torch.randn(*shape, envs.action_dim) * agent.actor_logstd.detach().cpu().exp()).numpy()
+    for step in range(num_steps):
+        obs[step] = envs.obs
+        actions[step] += policy(envs.obs)  # to the noise
+        rewards[step], ended = envs.step(actions[step])
+        for i, *_, ended_by, _ in ended:
+            (terminations if ended_by == "termination" else truncations)[step, i] = True
+        episodes += [(step, *episode) for episode in ended]
+    return obs, actions, rewards, terminations, truncations, episodes
+
+
+def compute_advantages(rewards, values, next_values, terminations, dones, gamma, gae_lambda):
+    """Generalized advantage estimation (G2): https://arxiv.org/abs/1506.02438, baselines ppo2/runner.py.
+
+    All arrays (num_steps, num_envs). next_values: of the observation that truly followed each step, before any reset;
+    after a termination they don't count. The sum ends with the episode, at dones.
+    """
+    deltas = rewards + gamma * next_values * ~terminations - values
+    decays = gamma * gae_lambda * ~dones
+    advantages, last = np.zeros_like(deltas), np.zeros_like(deltas[0])
+    for step in reversed(range(len(deltas))):
+        advantages[step] = last = deltas[step] + decays[step] * last
+    return advantages
+
+
+METRICS = ("losses/policy_loss", "losses/value_loss", "losses/entropy",
+           "losses/old_approx_kl", "losses/approx_kl", "losses/clipfrac")
+
+
+def ppo_loss(params, agent, batch, clip_coef, args):
+    """PPO's loss on a minibatch: returns it and METRICS, float32 (6,).
+
+    params: the agent's parameters as one flat tensor. batch: tensors obs (n, obs_dim), actions (n, action_dim),
+    logprobs, advantages, returns, values (n,).
+    """
+    shapes = {name: p.shape for name, p in agent.named_parameters()}
+    views = params.split([shape.numel() for shape in shapes.values()])
+    views = {name: view.view(shapes[name]) for name, view in zip(shapes, views)}
+    logprobs, entropy, values = torch.func.functional_call(agent, views, (batch["obs"], batch["actions"]))
+    logratio = logprobs - batch["logprobs"]
+    ratio = logratio.exp()
+    advantages = batch["advantages"]
+    if args.norm_adv:  # G3
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    clipped_ratio = torch.clamp(ratio, 1 - clip_coef, 1 + clip_coef)
+    policy_loss = torch.max(-advantages * ratio, -advantages * clipped_ratio).mean()  # G1
+    value_losses = (values - batch["returns"]) ** 2
+    if args.clip_vloss:  # G4
+        clipped_values = batch["values"] + torch.clamp(values - batch["values"], -clip_coef, clip_coef)
+        value_losses = torch.max(value_losses, (clipped_values - batch["returns"]) ** 2)
+    value_loss, entropy = 0.5 * value_losses.mean(), entropy.mean()
+    loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss  # G5
+    # The second estimate of the KL divergence has less variance: http://joschu.net/blog/kl-approx.html
+    old_approx_kl, approx_kl = (-logratio).mean(), ((ratio - 1) - logratio).mean()
+    clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
+    return loss, torch.stack((policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac)).detach()
+
+
+def update_minibatches(params, optimizer, agent, batch, indices, lr, clip_coef, args):
+    """A step of Adam, in place, for each row of indices (k, minibatch_size); returns the sum of their METRICS.
+
+    params and Adam's state are one flat tensor each: clipping (G8) is one norm and Adam (G11) one kernel. lr, clip_coef
+    and Adam's step are tensors, so that the compiled function takes new values of them.
+    """
+    total = torch.zeros(len(METRICS), device=params.device)
+    for row in indices.unbind():
+        minibatch = {name: x[row] for name, x in batch.items()}
+        grads, metrics = torch.func.grad(ppo_loss, has_aux=True)(params, agent, minibatch, clip_coef, args)
+        grads = grads * torch.clamp(args.max_grad_norm / (grads.norm() + 1e-6), max=1.0)
+        adam([params], [grads], [optimizer["exp_avg"]], [optimizer["exp_avg_sq"]], [], [optimizer["step"]], lr=lr,
+             eps=1e-5, beta1=0.9, beta2=0.999, weight_decay=0.0, amsgrad=False, maximize=False, foreach=False)
+        total = total + metrics
+    return total
+
+
+def update(step_minibatches, params, optimizer, agent, batch, lr, clip_coef, args):
+    """PPO's epochs over a batch, in place; step_minibatches: update_minibatches, compiled or not.
+
+    Returns the mean of METRICS over all minibatches, float32 (6,), on the CPU.
+    """
+    rows = next(k for k in (4, 2, 1) if args.num_minibatches % k == 0)  # in one call: 158 us each with 4, 220 with 1
+    epochs = []
+    for _ in range(args.update_epochs):
+        indices = torch.randperm(args.batch_size).view(args.num_minibatches, -1).to(params.device)  # G7
+        calls = [step_minibatches(params, optimizer, agent, batch, i, lr, clip_coef, args) for i in indices.split(rows)]
+        epochs.append(torch.stack(calls).sum(0) / args.num_minibatches)
+        if args.target_kl is not None and epochs[-1][METRICS.index("losses/approx_kl")] > args.target_kl:  # X3
+            break
+    return torch.stack(epochs).mean(0).cpu()
+
+
+def compile_or_not(function, args, device):
+    """function, compiled, where --compile is on and the machine has what that takes."""
+    options = {"cpp_wrapper": True} if device.type == "cpu" else {}
+    if args.compile:
+        try:
+            torch.compile(torch.sin, options=options)(torch.ones(1, device=device))
+            return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+        except Exception as error:  # a compiler, its headers, its cache folder: whatever is missing is in the message
+            print(f"running without compilation, slower: {str(error).strip().splitlines()[0][:200]}")
+    return function
+
+
+def save_checkpoint(run_dir, checkpoint):
+    """Writes checkpoint.pt under a temporary name, fsyncs and renames it, so that a kill never leaves half of one."""
+    logs = [path for path in run_dir.iterdir() if path.name.startswith(("episodes.csv", "events."))]
+    try:
+        for path in logs:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        with open(run_dir / "checkpoint.tmp", "wb") as file:
+            torch.save(checkpoint | {"log_sizes": {path.name: path.stat().st_size for path in logs}}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+    except (OSError, RuntimeError) as error:
+        fail(f"can't write the checkpoint ({error}): mend that, then go on with --resume {run_dir}", code=1)
+
+
+def load_checkpoint(run_dir):
+    """Reads a run's checkpoint or ends the program; weights_only, so that a stranger's file can't run code."""
+    path, script = run_dir / "checkpoint.pt", Path(__file__).name
+    if not path.is_file():
+        fail(f"{path} does not exist: give the folder of a run, such as runs/HalfCheetah-v5__...")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if checkpoint["script"] == script:
+            return checkpoint
+    except Exception as error:  # torch.load raises what it likes
+        fail(f"{path} is damaged or not a checkpoint of a run ({type(error).__name__}): start a new run")
+    fail(f"{path} was made by {checkpoint['script']}, not by {script}: run that script")
+
+
+def describe_run(args):
+    """The contents of config.json: flags, command line, git commit, versions, machine."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    versions = {"python": platform.python_version()} | {name: version(name) for name in ("torch", "gymnasium", "numpy")}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    machine = {"name": platform.node(), "platform": platform.platform(), "cores": os.cpu_count(), "gpu": gpu}
+    return {"args": asdict(args), "command": sys.argv, "git_commit": commit, "versions": versions, "machine": machine}
+
+
+def evaluate(agent, obs_stats, args, video_dir=None):
+    """Plays --eval-episodes with mean actions, frozen statistics and a seed of its own; prints and returns results."""
+    envs = Envs(args.env_id, 1, (args.seed, 1), obs_stats=obs_stats, video_dir=video_dir and video_dir / "evaluation")
+    policy, episodes = numpy_policy(agent.actor_mean), []
+    while len(episodes) < args.eval_episodes:
+        episodes += envs.step(policy(envs.obs))[1]
+    returns = [episode[1] for episode in episodes]
+    print(f"evaluation: {np.mean(returns):.1f} +- {np.std(returns):.1f} over {len(returns)} episodes, deterministic")
+    return {"returns": returns, "lengths": [episode[2] for episode in episodes]}
+
+
+class Progress:
+    """A live bar on a terminal; elsewhere a plain line every five seconds."""
+
+    def __init__(self, initial, total):
+        hidden = not sys.stderr.isatty()
+        self.bar = tqdm(initial=initial, total=total, unit=" steps", dynamic_ncols=True, disable=hidden)
+        self.initial, self.total, self.start, self.shown = initial, total, time.time(), time.time()
+
+    def show(self, step, returns):
+        """step: steps done so far; returns: of the last 100 episodes."""
+        text, now = f"return {np.mean(returns):.1f}" if returns else "no episode has ended yet", time.time()
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(step - self.bar.n)
+        if self.bar.disable and (now - self.shown > 5 or step == self.total):
+            speed, self.shown = (step - self.initial) / (now - self.start), now
+            eta = time.strftime("%H:%M:%S", time.gmtime((self.total - step) / speed))
+            print(f"{step}/{self.total} steps, ETA {eta}, {speed:.0f} steps/s, {text}", flush=True)
+
+
+def start_wandb(args, run_dir, run_id):
+    """Has Weights & Biases copy what TensorBoard gets; run_id: of the run to go on with, or None. Returns its id."""
+    import wandb
+
+    if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
+        fail("--track needs a login: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline")
+    try:
+        return wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args), id=run_id,
+                          name=run_dir.name, dir=run_dir, resume="allow", sync_tensorboard=True, save_code=True).id
+    except wandb.errors.Error as error:
+        fail(f"Weights & Biases did not start ({error}): try WANDB_MODE=offline and `wandb sync` later", code=1)
+
+
+stop_signals = []
+
+
+def request_stop(signum, _frame):
+    """Ctrl-C and SIGTERM: the iteration is finished and saved first; the second one ends the program at once."""
+    if stop_signals:
+        sys.exit(128 + signum)
+    stop_signals.append(signum)
+
+
+if __name__ == "__main__":
+    args, checkpoint = parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+    torch.set_num_threads(args.num_threads or 1)  # a second thread gains nothing on layers of 64
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    random.seed(args.seed)
+    np.random.seed(args.seed % 2**32)
+    torch.manual_seed(args.seed)
+
+    run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
+    run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
+    if not checkpoint and run_dir.exists():
+        fail(f"{run_dir} exists: choose another --run-name, or go on with --resume {run_dir}")
+    video_dir = run_dir / "videos" if args.capture_video else None
+    envs = Envs(args.env_id, args.num_envs, args.seed, args.gamma, None, video_dir, args.video_interval)
+    agent = Agent(envs.obs_dim, envs.action_dim, args.init_log_std).to(device)
+    # From here on the parameters are views of one flat tensor
+    params = nn.utils.parameters_to_vector(agent.parameters()).detach()
+    nn.utils.vector_to_parameters(params, agent.parameters())
+    optimizer = {"exp_avg": torch.zeros_like(params), "exp_avg_sq": torch.zeros_like(params), "step": torch.tensor(0.0)}
+    iteration, wall_seconds, recent_returns, wandb_id = 0, 0.0, deque(maxlen=100), None
+
+    if checkpoint:
+        agent.load_state_dict(checkpoint["agent"])
+        envs.load_state(checkpoint["envs"])
+        for name, x in checkpoint["optimizer"].items():
+            optimizer[name].copy_(x)
+        iteration, wall_seconds, wandb_id = checkpoint["iteration"], checkpoint["wall_seconds"], checkpoint["wandb_id"]
+        recent_returns.extend(checkpoint["recent_returns"])
+        for set_state, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), checkpoint["random"]):
+            set_state(state)
+    if args.evaluate:
+        sys.exit(evaluate(agent, envs.obs_stats, args, video_dir) and 0)
+    if iteration == args.num_iterations and (run_dir / "evaluation.json").exists():
+        print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}")
+        sys.exit()
+
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if checkpoint:  # cut off what was logged after the checkpoint, so that no step is logged twice
+        for path in run_dir.glob("events.*"):
+            path.unlink() if path.name not in checkpoint["log_sizes"] else None
+        for name, size in checkpoint["log_sizes"].items():
+            os.truncate(run_dir / Path(name).name, size)
+    else:
+        (run_dir / "config.json").write_text(json.dumps(describe_run(args), indent=2))
+        (run_dir / "episodes.csv").write_text("global_step,wall_seconds,env,return,length,ended_by\n")
+    if args.track:
+        wandb_id = start_wandb(args, run_dir, wandb_id)
+    writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
+    step_minibatches = compile_or_not(update_minibatches, args, device)
+    lr, clip_coef = torch.zeros((), device=device), torch.zeros((), device=device)
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
+    start_time = time.time() - wall_seconds
+    progress = Progress(iteration * args.batch_size, args.num_iterations * args.batch_size)
+
+    while True:
+        global_step, stop = iteration * args.batch_size, stop_signals or iteration == args.num_iterations
+        if stop or iteration % args.checkpoint_interval == 0:
+            writer.flush()
+            episodes_file.flush()
+            numpy_random = [x.tolist() if isinstance(x, np.ndarray) else x for x in np.random.get_state()]
+            save_checkpoint(run_dir, {
+                "script": Path(__file__).name, "args": asdict(args), "iteration": iteration, "global_step": global_step,
+                "wall_seconds": time.time() - start_time, "wandb_id": wandb_id, "recent_returns": list(recent_returns),
+                "agent": agent.state_dict(), "optimizer": optimizer, "envs": envs.state(),
+                "random": [random.getstate(), numpy_random, torch.get_rng_state()],
+            })
+        if stop:
+            break
+        remaining = 1.0 - iteration / args.num_iterations
+        lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))  # G6
+        clip_coef.fill_(args.clip_coef * (remaining if args.anneal_clip else 1.0))  # X1
+
+        obs, actions, rewards, terminations, truncations, episodes = rollout(agent, envs, args.num_steps)
+        # The weights were frozen, so log-probabilities and values of the whole rollout take one pass
+        batch = {"obs": torch.from_numpy(obs).flatten(0, 1).to(device),
+                 "actions": torch.from_numpy(actions).flatten(0, 1).to(device)}
+        final_obs = np.concatenate([envs.obs, *(episode[-1][None] for episode in episodes)])
+        with torch.no_grad():
+            batch["logprobs"], _, batch["values"] = agent(batch["obs"], batch["actions"])
+            final_values = agent.get_value(torch.from_numpy(final_obs).to(device)).cpu().numpy()
+        values = batch["values"].cpu().numpy().reshape(rewards.shape)
+        next_values = np.concatenate((values[1:], final_values[None, : args.num_envs]))
+        for (step, i, *_), value in zip(episodes, final_values[args.num_envs :]):
+            next_values[step, i] = value
+        dones = terminations | truncations
+        terminal = terminations if args.bootstrap_truncated else dones
+        advantages = compute_advantages(rewards, values, next_values, terminal, dones, args.gamma, args.gae_lambda)
+        returns = advantages + values
+        batch["advantages"] = torch.from_numpy(advantages).flatten().to(device)
+        batch["returns"] = torch.from_numpy(returns).flatten().to(device)
+        metrics = update(step_minibatches, params, optimizer, agent, batch, lr, clip_coef, args)
+        if not (torch.isfinite(metrics).all() and torch.isfinite(params).all()):
+            fail(f"iteration {iteration + 1}: the loss is not finite; {run_dir} keeps the last good checkpoint. "
+                 "Try a lower --learning-rate, or look for NaN in the environment's rewards and observations", code=1)
+
+        iteration += 1
+        for step, i, episode_return, length, ended_by, _ in episodes:
+            step = global_step + (step + 1) * args.num_envs
+            wall = time.time() - start_time
+            episodes_file.write(f"{step},{wall:.2f},{i},{episode_return!r},{length},{ended_by}\n")
+            writer.add_scalar("charts/episodic_return", episode_return, step)
+            writer.add_scalar("charts/episodic_length", length, step)
+            recent_returns.append(episode_return)
+        global_step = iteration * args.batch_size
+        for name, metric in zip(METRICS, metrics.tolist()):
+            writer.add_scalar(name, metric, global_step)
+        explained_variance = 1 - np.var(returns - values) / np.var(returns) if np.var(returns) else np.nan
+        writer.add_scalar("losses/explained_variance", explained_variance, global_step)
+        writer.add_scalar("charts/learning_rate", lr.item(), global_step)
+        writer.add_scalar("charts/SPS", int(global_step / (time.time() - start_time)), global_step)
+        progress.show(global_step, recent_returns)
+
+    progress.bar.close()
+    writer.close()
+    if stop_signals:
+        print(f"stopped at step {global_step}; go on with: python {Path(__file__).name} --resume {run_dir}")
+        code = 128 + stop_signals[0]
+    else:
+        stop_signals.append(0)  # from here on a signal ends the program at once
+        (run_dir / "evaluation.json").write_text(json.dumps(evaluate(agent, envs.obs_stats, args, video_dir)))
+        if args.save_model:
+            torch.save(agent.state_dict(), run_dir / f"{args.exp_name}.cleanrl_model")
+        print("written:", *sorted(str(path) for path in run_dir.rglob("*") if path.is_file()), sep="\n  ")
+        code = 0
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # for the shell of python -i
+    if not sys.flags.interactive:
+        sys.exit(code)
