@@ -1,9 +1,9 @@
 """PPO for continuous (Box) actions: MuJoCo and any other Gymnasium environment with vector observations.
 
-Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the implementation details
-of openai/baselines ppo2: G1 to G11, M1 to M8, X1 and X3 mark them, numbered in the order of "The 37 Implementation
-Details of Proximal Policy Optimization". One difference by default: an episode that a time limit cuts bootstraps from
-the value of its last observation (--no-bootstrap-truncated does as baselines does).
+Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of
+openai/baselines ppo2, marked G1 to G11, M1 to M8, X1 and X3 as in "The 37 Implementation Details of Proximal Policy
+Optimization". Unlike there, an episode that a time limit cuts bootstraps from its last observation
+(--no-bootstrap-truncated does as baselines).
 
     python ppo_continuous_action.py --env-id HalfCheetah-v5 --total-timesteps 1000000
 
@@ -122,24 +122,22 @@ def parse_args():
         if versions := set(own) ^ {f.name for f in fields(Args)}:
             fail(f"{run} was made by another version of this script, which differs in the flags {sorted(versions)}")
         args = read_flags(replace(Args(**own), resume=args.resume, evaluate=args.evaluate))
-        if changed := [name for name in own if own[name] != getattr(args, name) and name not in FREE_FLAGS]:
-            flags = ", ".join(f"{name} = {own[name]}" for name in changed)
-            fail(f"{run} was made with {flags}: give no other value, or start a new run")
-    counts = ("num_envs", "num_steps", "num_minibatches", "update_epochs", "checkpoint_interval", "eval_episodes",
-              "video_interval", "learning_rate", "clip_coef", "max_grad_norm")
-    if wrong := [name for name in counts if not getattr(args, name) > 0]:
-        fail(f"{', '.join(wrong)} must be above 0")
-    if args.batch_size % args.num_minibatches:
-        fail(f"a rollout of {args.batch_size} steps does not divide into {args.num_minibatches} minibatches: change "
-             "--num-envs, --num-steps or --num-minibatches")
-    if args.norm_adv and args.batch_size == args.num_minibatches:
-        fail("a minibatch of one step has no standard deviation: fewer --num-minibatches, or --no-norm-adv")
-    if args.num_iterations < 1:
-        fail(f"--total-timesteps {args.total_timesteps} is less than one rollout of {args.batch_size} steps")
-    if min(args.seed, args.num_threads) < 0 or not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1):
-        fail("--seed and --num-threads must not be negative, --gamma and --gae-lambda must be between 0 and 1")
-    if (args.resume and args.evaluate) or (args.run_name and Path(args.run_name).name != args.run_name):
-        fail("give --resume or --evaluate, not both, and as --run-name a name without slashes")
+        if changed := [f"{k} = {own[k]}" for k in own if own[k] != getattr(args, k) and k not in FREE_FLAGS]:
+            fail(f"{run} was made with {', '.join(changed)}: give no other value, or start a new run")
+    positive = ("num_envs", "num_steps", "num_minibatches", "update_epochs", "checkpoint_interval", "eval_episodes",
+                "video_interval", "learning_rate", "clip_coef", "max_grad_norm")
+    minibatch_size, rest = divmod(args.batch_size, max(args.num_minibatches, 1))
+    for wrong, sentence in [
+        (not all(getattr(args, name) > 0 for name in positive), f"{', '.join(positive)} must be above 0"),
+        (not 0 <= args.seed < 2**32 or args.num_threads < 0, "--seed must be in 0 .. 2**32 - 1, --num-threads from 0"),
+        (not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1), "--gamma and --gae-lambda must be from 0 to 1"),
+        (rest, f"a rollout, --num-envs x --num-steps = {args.batch_size}, must divide into --num-minibatches"),
+        (args.norm_adv and minibatch_size == 1, "a minibatch of one step has no standard deviation: --no-norm-adv"),
+        (args.num_iterations < 1, f"--total-timesteps is less than one rollout of {args.batch_size} steps"),
+        (args.resume and args.evaluate, "give --resume or --evaluate, not both"),
+    ]:
+        if wrong:
+            fail(sentence)
     return args, checkpoint
 
 
@@ -150,7 +148,7 @@ class RunningMeanStd:
         self.mean, self.var, self.count = np.zeros(shape), np.ones(shape), np.array(1e-4)
 
     def update(self, batch):
-        """Adds a batch (n, *shape) by Chan's parallel formula."""
+        """Adds a batch (n, *shape)."""
         n, mean = len(batch), np.add.reduce(batch) / len(batch)  # np.mean and np.var take three times as long here
         delta, total = mean - self.mean, self.count + n
         squares = delta * delta * (self.count * n / total)
@@ -167,10 +165,10 @@ class RunningMeanStd:
 
 
 def make_env(env_id, render):
-    """Makes an environment that this script can learn in, or ends the program; render: it makes frames for a video."""
+    """Makes an environment that this script can learn in, or ends the program; render: it makes frames for videos."""
     try:
         env = gym.make(env_id, render_mode="rgb_array" if render else None, disable_env_checker=True)
-    except (gym.error.Error, ImportError) as error:
+    except (gym.error.Error, ImportError, RuntimeError) as error:
         near = ", ".join(difflib.get_close_matches(env_id, gym.registry, cutoff=0.5)) or "none"
         fail(f"no environment {env_id}: {' '.join(str(error).split())} (ids like it: {near})")
     if not isinstance(env.action_space, gym.spaces.Box) or env.action_space.dtype.kind != "f":
@@ -181,11 +179,17 @@ def make_env(env_id, render):
 
 
 def open_video(path, env):
-    """Opens an MP4 file for frames of env; append_data(frame) adds one, close() completes the file."""
+    """Opens an MP4 file with env's present frame; append_data(frame) adds one, close() completes the file."""
     import imageio.v2 as imageio  # only --capture-video needs it
 
+    try:
+        frame = env.render()
+    except Exception as error:  # every renderer has its own
+        fail(f"--capture-video can't render ({error}): without a display, try MUJOCO_GL=egl or MUJOCO_GL=osmesa")
     path.parent.mkdir(parents=True, exist_ok=True)
-    return imageio.get_writer(path, fps=env.metadata.get("render_fps", 30), macro_block_size=2)
+    video = imageio.get_writer(path, fps=env.metadata.get("render_fps", 30), macro_block_size=2)
+    video.append_data(frame)
+    return video
 
 
 ENVS_STATE = ("raw_obs", "discounted_returns", "episode_returns", "episode_lengths", "episode_counts")
@@ -195,9 +199,8 @@ class Envs:
     """A vector of environments with openai/baselines' VecNormalize (common/vec_env/vec_normalize.py).
 
     A step that ends an episode also resets it and gives the reset's observation (Gymnasium's SAME_STEP). obs_stats sees
-    every observation given, resets too, once (M1). Rewards are divided by the standard deviation of the discounted
-    return, which restarts at 0 after each episode (M3). With obs_stats given, those statistics are used and stay.
-
+    each observation given once, resets too (M1), unless the caller brought it. Rewards are divided by the standard
+    deviation of the discounted return, which restarts at 0 after each episode (M3).
     obs: float32 (num_envs, obs_dim), the current observations, flattened, normalised, clipped.
     """
 
@@ -225,30 +228,25 @@ class Envs:
             self.obs_stats.update(self.raw_obs)
         self.obs = self.obs_stats.normalize(self.raw_obs)
 
-    def flatten(self, obs):
-        """An environment's observation -> (obs_dim,)."""
-        return obs.ravel() if isinstance(self.space, gym.spaces.Box) else gym.spaces.flatten(self.space, obs)
-
     def reset_env(self, i):
         """Starts an episode in environment i; raw_obs[i] is its first observation."""
         self.reset_states[i], self.actions_since[i] = self.envs[i].unwrapped.np_random.bit_generator.state, []
         self.discounted_returns[i], self.episode_returns[i], self.episode_lengths[i] = 0.0, 0.0, 0
-        self.raw_obs[i] = self.flatten(self.envs[i].reset()[0])
+        self.raw_obs[i] = gym.spaces.flatten(self.space, self.envs[i].reset()[0])
         if i == 0 and self.video_dir and self.episode_counts[0] % self.video_interval == 0:
             self.video = open_video(self.video_dir / f"episode-{self.episode_counts[0]}.mp4", self.envs[0])
-            self.video.append_data(self.envs[0].render())
 
     def step_env(self, i, action):
         """Steps environment i with a clipped action (action_dim,); raw_obs[i] is the observation."""
         self.actions_since[i].append(action)
         obs, reward, terminated, truncated, _ = self.envs[i].step(action.reshape(self.action_shape))
-        self.raw_obs[i] = self.flatten(obs)
+        self.raw_obs[i] = gym.spaces.flatten(self.space, obs)
         if i == 0 and self.video:
             self.video.append_data(self.envs[0].render())
         return float(reward), terminated, truncated
 
     def step(self, actions):
-        """Steps every environment with its raw action, actions (num_envs, action_dim), clipped to the bounds here (M8).
+        """Steps every environment; actions (num_envs, action_dim) are clipped to the bounds here (M8).
 
         Returns the normalised rewards, float64 (num_envs,), and the episodes that ended, [(i, return, length, ended_by,
         final_obs)]: environment, unnormalised return, length, "termination" or "truncation", and the observation
@@ -336,19 +334,16 @@ class Agent(nn.Module):
 
 
 def numpy_policy(actor_mean):
-    """The network actor_mean, with a copy of its weights, as a function of arrays: (n, obs_dim) -> (n, action_dim).
+    """actor_mean, with a copy of its weights, as a function of arrays (n, obs_dim) -> (n, action_dim).
 
     Weights are frozen during a rollout, and on a few observations numpy takes 10 us where PyTorch takes 45.
     """
     functions = {nn.Tanh: np.tanh}  # another activation in actor_mean needs its numpy twin here
-    layers = [
-        [p.detach().cpu().numpy().T.copy() for p in m.parameters()] if isinstance(m, nn.Linear) else functions[type(m)]
-        for m in actor_mean
-    ]
+    weights = [[p.detach().cpu().numpy().T.copy() for p in module.parameters()] for module in actor_mean]
 
     def policy(x):
-        for layer in layers:
-            x = layer(x) if callable(layer) else x @ layer[0] + layer[1]
+        for module, parameters in zip(actor_mean, weights):
+            x = x @ parameters[0] + parameters[1] if isinstance(module, nn.Linear) else functions[type(module)](x)
         return x
 
     return policy
@@ -358,8 +353,8 @@ def rollout(agent, envs, num_steps):
     """Plays num_steps in each environment (G10).
 
     Returns float32 arrays obs (num_steps, num_envs, obs_dim), raw actions (num_steps, num_envs, action_dim), rewards
-    (num_steps, num_envs); bool arrays terminations, truncations (num_steps, num_envs); and the episodes that ended,
-    [(step, i, return, length, ended_by, final_obs)] as Envs.step gives them.
+    (num_steps, num_envs); bool arrays terminations, truncations (num_steps, num_envs);
+    episodes [(step, i, return, length, ended_by, final_obs)], those that ended, as Envs.step gives them.
     """
     shape, policy, episodes = (num_steps, len(envs.envs)), numpy_policy(agent.actor_mean), []
     obs, rewards = np.zeros((*shape, envs.obs_dim), np.float32), np.zeros(shape, np.float32)
@@ -396,8 +391,8 @@ METRICS = ("losses/policy_loss", "losses/value_loss", "losses/entropy",
 def ppo_loss(params, agent, batch, clip_coef, args):
     """PPO's loss on a minibatch: returns it and METRICS, float32 (6,).
 
-    params: the agent's parameters as one flat tensor. batch: tensors obs (n, obs_dim), actions (n, action_dim),
-    logprobs, advantages, returns, values (n,).
+    params: the agent's parameters as one flat tensor. batch: obs (n, obs_dim), actions (n, action_dim), and logprobs,
+    advantages, returns, values (n,).
     """
     shapes = {name: p.shape for name, p in agent.named_parameters()}
     views = params.split([shape.numel() for shape in shapes.values()])
@@ -440,10 +435,7 @@ def update_minibatches(params, optimizer, agent, batch, indices, lr, clip_coef, 
 
 
 def update(step_minibatches, params, optimizer, agent, batch, lr, clip_coef, args):
-    """PPO's epochs over a batch, in place; step_minibatches: update_minibatches, compiled or not.
-
-    Returns the mean of METRICS over all minibatches, float32 (6,), on the CPU.
-    """
+    """PPO's epochs over a batch, in place, by update_minibatches, compiled or not; returns the mean of METRICS."""
     rows = next(k for k in (4, 2, 1) if args.num_minibatches % k == 0)  # in one call: 158 us each with 4, 220 with 1
     epochs = []
     for _ in range(args.update_epochs):
@@ -469,13 +461,9 @@ def compile_or_not(function, args, device):
 
 def save_checkpoint(run_dir, checkpoint):
     """Writes checkpoint.pt under a temporary name, fsyncs and renames it, so that a kill never leaves half of one."""
-    logs = [path for path in run_dir.iterdir() if path.name.startswith(("episodes.csv", "events."))]
     try:
-        for path in logs:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
         with open(run_dir / "checkpoint.tmp", "wb") as file:
-            torch.save(checkpoint | {"log_sizes": {path.name: path.stat().st_size for path in logs}}, file)
+            torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
@@ -486,19 +474,20 @@ def save_checkpoint(run_dir, checkpoint):
 def load_checkpoint(run_dir):
     """Reads a run's checkpoint or ends the program; weights_only, so that a stranger's file can't run code."""
     path, script = run_dir / "checkpoint.pt", Path(__file__).name
-    if not path.is_file():
-        fail(f"{path} does not exist: give the folder of a run, such as runs/HalfCheetah-v5__...")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["script"] == script:
-            return checkpoint
+        made_by = checkpoint["script"]
+    except FileNotFoundError:
+        fail(f"{path} does not exist: give the folder of a run, or start one that never got so far again")
     except Exception as error:  # torch.load raises what it likes
         fail(f"{path} is damaged or not a checkpoint of a run ({type(error).__name__}): start a new run")
-    fail(f"{path} was made by {checkpoint['script']}, not by {script}: run that script")
+    if made_by != script:
+        fail(f"{path} was made by {made_by}, not by {script}: run that script")
+    return checkpoint
 
 
 def describe_run(args):
-    """The contents of config.json: flags, command line, git commit, versions, machine."""
+    """The contents of config.json."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
     versions = {"python": platform.python_version()} | {name: version(name) for name in ("torch", "gymnasium", "numpy")}
@@ -518,36 +507,14 @@ def evaluate(agent, obs_stats, args, video_dir=None):
     return {"returns": returns, "lengths": [episode[2] for episode in episodes]}
 
 
-class Progress:
-    """A live bar on a terminal; elsewhere a plain line every five seconds."""
-
-    def __init__(self, initial, total):
-        hidden = not sys.stderr.isatty()
-        self.bar = tqdm(initial=initial, total=total, unit=" steps", dynamic_ncols=True, disable=hidden)
-        self.initial, self.total, self.start, self.shown = initial, total, time.time(), time.time()
-
-    def show(self, step, returns):
-        """step: steps done so far; returns: of the last 100 episodes."""
-        text, now = f"return {np.mean(returns):.1f}" if returns else "no episode has ended yet", time.time()
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update(step - self.bar.n)
-        if self.bar.disable and (now - self.shown > 5 or step == self.total):
-            speed, self.shown = (step - self.initial) / (now - self.start), now
-            eta = time.strftime("%H:%M:%S", time.gmtime((self.total - step) / speed))
-            print(f"{step}/{self.total} steps, ETA {eta}, {speed:.0f} steps/s, {text}", flush=True)
-
-
 def start_wandb(args, run_dir, run_id):
     """Has Weights & Biases copy what TensorBoard gets; run_id: of the run to go on with, or None. Returns its id."""
     import wandb
 
     if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
         fail("--track needs a login: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline")
-    try:
-        return wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args), id=run_id,
-                          name=run_dir.name, dir=run_dir, resume="allow", sync_tensorboard=True, save_code=True).id
-    except wandb.errors.Error as error:
-        fail(f"Weights & Biases did not start ({error}): try WANDB_MODE=offline and `wandb sync` later", code=1)
+    return wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args), name=run_dir.name,
+                      id=run_id, dir=run_dir, resume="allow", sync_tensorboard=True, save_code=True).id
 
 
 stop_signals = []
@@ -566,55 +533,54 @@ if __name__ == "__main__":
     torch.set_num_threads(args.num_threads or 1)  # a second thread gains nothing on layers of 64
     torch.backends.cudnn.deterministic = args.torch_deterministic
     random.seed(args.seed)
-    np.random.seed(args.seed % 2**32)
+    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
 
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
-    if not checkpoint and run_dir.exists():
+    if not checkpoint and (run_dir / "checkpoint.pt").exists():
         fail(f"{run_dir} exists: choose another --run-name, or go on with --resume {run_dir}")
     video_dir = run_dir / "videos" if args.capture_video else None
-    envs = Envs(args.env_id, args.num_envs, args.seed, args.gamma, None, video_dir, args.video_interval)
+    if video_dir and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
+    envs = Envs(args.env_id, args.num_envs, args.seed, args.gamma, None, None if args.evaluate else video_dir,
+                args.video_interval)
     agent = Agent(envs.obs_dim, envs.action_dim, args.init_log_std).to(device)
     # From here on the parameters are views of one flat tensor
     params = nn.utils.parameters_to_vector(agent.parameters()).detach()
     nn.utils.vector_to_parameters(params, agent.parameters())
     optimizer = {"exp_avg": torch.zeros_like(params), "exp_avg_sq": torch.zeros_like(params), "step": torch.tensor(0.0)}
-    iteration, wall_seconds, recent_returns, wandb_id = 0, 0.0, deque(maxlen=100), None
-
+    progress = {"iteration": 0, "wall_seconds": 0.0, "recent_returns": [], "wandb_id": None, "log_sizes": {}}
     if checkpoint:
+        progress = {name: checkpoint[name] for name in progress}
         agent.load_state_dict(checkpoint["agent"])
         envs.load_state(checkpoint["envs"])
         for name, x in checkpoint["optimizer"].items():
             optimizer[name].copy_(x)
-        iteration, wall_seconds, wandb_id = checkpoint["iteration"], checkpoint["wall_seconds"], checkpoint["wandb_id"]
-        recent_returns.extend(checkpoint["recent_returns"])
         for set_state, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), checkpoint["random"]):
             set_state(state)
+    iteration, recent_returns = progress["iteration"], deque(progress["recent_returns"], maxlen=100)
     if args.evaluate:
-        sys.exit(evaluate(agent, envs.obs_stats, args, video_dir) and 0)
+        sys.exit(not evaluate(agent, envs.obs_stats, args, video_dir))
     if iteration == args.num_iterations and (run_dir / "evaluation.json").exists():
         print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}")
         sys.exit()
 
     run_dir.mkdir(parents=True, exist_ok=True)
-    if checkpoint:  # cut off what was logged after the checkpoint, so that no step is logged twice
-        for path in run_dir.glob("events.*"):
-            path.unlink() if path.name not in checkpoint["log_sizes"] else None
-        for name, size in checkpoint["log_sizes"].items():
-            os.truncate(run_dir / Path(name).name, size)
-    else:
+    for path in [*run_dir.glob("events.*"), *run_dir.glob("episodes.csv")]:
+        os.truncate(path, progress["log_sizes"].get(path.name, 0))  # what came after the checkpoint will come again
+    if not checkpoint:
         (run_dir / "config.json").write_text(json.dumps(describe_run(args), indent=2))
         (run_dir / "episodes.csv").write_text("global_step,wall_seconds,env,return,length,ended_by\n")
-    if args.track:
-        wandb_id = start_wandb(args, run_dir, wandb_id)
+    wandb_id = start_wandb(args, run_dir, progress["wandb_id"]) if args.track else None
     writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
     step_minibatches = compile_or_not(update_minibatches, args, device)
     lr, clip_coef = torch.zeros((), device=device), torch.zeros((), device=device)
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
-    start_time = time.time() - wall_seconds
-    progress = Progress(iteration * args.batch_size, args.num_iterations * args.batch_size)
+    start_time, terminal, last_line = time.time() - progress["wall_seconds"], sys.stderr.isatty(), time.time()
+    bar = tqdm(total=args.num_iterations * args.batch_size, initial=iteration * args.batch_size, unit=" steps",
+               dynamic_ncols=True, file=sys.stderr if terminal else open(os.devnull, "w"))
 
     while True:
         global_step, stop = iteration * args.batch_size, stop_signals or iteration == args.num_iterations
@@ -624,7 +590,8 @@ if __name__ == "__main__":
             numpy_random = [x.tolist() if isinstance(x, np.ndarray) else x for x in np.random.get_state()]
             save_checkpoint(run_dir, {
                 "script": Path(__file__).name, "args": asdict(args), "iteration": iteration, "global_step": global_step,
-                "wall_seconds": time.time() - start_time, "wandb_id": wandb_id, "recent_returns": list(recent_returns),
+                "wall_seconds": time.time() - start_time, "recent_returns": list(recent_returns), "wandb_id": wandb_id,
+                "log_sizes": {path.name: path.stat().st_size for path in run_dir.iterdir()},
                 "agent": agent.state_dict(), "optimizer": optimizer, "envs": envs.state(),
                 "random": [random.getstate(), numpy_random, torch.get_rng_state()],
             })
@@ -636,22 +603,21 @@ if __name__ == "__main__":
 
         obs, actions, rewards, terminations, truncations, episodes = rollout(agent, envs, args.num_steps)
         # The weights were frozen, so log-probabilities and values of the whole rollout take one pass
-        batch = {"obs": torch.from_numpy(obs).flatten(0, 1).to(device),
-                 "actions": torch.from_numpy(actions).flatten(0, 1).to(device)}
-        final_obs = np.concatenate([envs.obs, *(episode[-1][None] for episode in episodes)])
+        batch = {k: torch.from_numpy(x).flatten(0, 1).to(device) for k, x in (("obs", obs), ("actions", actions))}
+        final_obs = torch.from_numpy(np.stack([*envs.obs, *(episode[-1] for episode in episodes)])).to(device)
         with torch.no_grad():
             batch["logprobs"], _, batch["values"] = agent(batch["obs"], batch["actions"])
-            final_values = agent.get_value(torch.from_numpy(final_obs).to(device)).cpu().numpy()
+            final_values = agent.get_value(final_obs).cpu().numpy()
         values = batch["values"].cpu().numpy().reshape(rewards.shape)
         next_values = np.concatenate((values[1:], final_values[None, : args.num_envs]))
         for (step, i, *_), value in zip(episodes, final_values[args.num_envs :]):
             next_values[step, i] = value
         dones = terminations | truncations
-        terminal = terminations if args.bootstrap_truncated else dones
-        advantages = compute_advantages(rewards, values, next_values, terminal, dones, args.gamma, args.gae_lambda)
+        ends = terminations if args.bootstrap_truncated else dones
+        advantages = compute_advantages(rewards, values, next_values, ends, dones, args.gamma, args.gae_lambda)
         returns = advantages + values
-        batch["advantages"] = torch.from_numpy(advantages).flatten().to(device)
-        batch["returns"] = torch.from_numpy(returns).flatten().to(device)
+        for name, x in ("advantages", advantages), ("returns", returns):
+            batch[name] = torch.from_numpy(x).flatten().to(device)
         metrics = update(step_minibatches, params, optimizer, agent, batch, lr, clip_coef, args)
         if not (torch.isfinite(metrics).all() and torch.isfinite(params).all()):
             fail(f"iteration {iteration + 1}: the loss is not finite; {run_dir} keeps the last good checkpoint. "
@@ -659,33 +625,33 @@ if __name__ == "__main__":
 
         iteration += 1
         for step, i, episode_return, length, ended_by, _ in episodes:
-            step = global_step + (step + 1) * args.num_envs
-            wall = time.time() - start_time
-            episodes_file.write(f"{step},{wall:.2f},{i},{episode_return!r},{length},{ended_by}\n")
+            step, wall_seconds = global_step + (step + 1) * args.num_envs, time.time() - start_time
+            episodes_file.write(f"{step},{wall_seconds:.2f},{i},{episode_return!r},{length},{ended_by}\n")
             writer.add_scalar("charts/episodic_return", episode_return, step)
             writer.add_scalar("charts/episodic_length", length, step)
             recent_returns.append(episode_return)
         global_step = iteration * args.batch_size
-        for name, metric in zip(METRICS, metrics.tolist()):
-            writer.add_scalar(name, metric, global_step)
         explained_variance = 1 - np.var(returns - values) / np.var(returns) if np.var(returns) else np.nan
-        writer.add_scalar("losses/explained_variance", explained_variance, global_step)
-        writer.add_scalar("charts/learning_rate", lr.item(), global_step)
-        writer.add_scalar("charts/SPS", int(global_step / (time.time() - start_time)), global_step)
-        progress.show(global_step, recent_returns)
+        for name, x in [*zip(METRICS, metrics), ("losses/explained_variance", explained_variance),
+                        ("charts/learning_rate", lr), ("charts/SPS", int(global_step / (time.time() - start_time)))]:
+            writer.add_scalar(name, float(x), global_step)
+        bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}" if recent_returns else "", refresh=False)
+        bar.update(args.batch_size)
+        if not terminal and time.time() - last_line > 5:
+            print(bar, flush=True)
+            last_line = time.time()
 
-    progress.bar.close()
+    bar.close()
     writer.close()
     if stop_signals:
         print(f"stopped at step {global_step}; go on with: python {Path(__file__).name} --resume {run_dir}")
-        code = 128 + stop_signals[0]
     else:
         stop_signals.append(0)  # from here on a signal ends the program at once
-        (run_dir / "evaluation.json").write_text(json.dumps(evaluate(agent, envs.obs_stats, args, video_dir)))
+        (run_dir / "evaluation.tmp").write_text(json.dumps(evaluate(agent, envs.obs_stats, args, video_dir)))
+        (run_dir / "evaluation.tmp").replace(run_dir / "evaluation.json")
         if args.save_model:
             torch.save(agent.state_dict(), run_dir / f"{args.exp_name}.cleanrl_model")
         print("written:", *sorted(str(path) for path in run_dir.rglob("*") if path.is_file()), sep="\n  ")
-        code = 0
     signal.signal(signal.SIGINT, signal.default_int_handler)  # for the shell of python -i
-    if not sys.flags.interactive:
-        sys.exit(code)
+    if stop_signals[0] and not sys.flags.interactive:
+        sys.exit(128 + stop_signals[0])
