@@ -6,27 +6,22 @@ Optimization". Unlike there, an episode that a time limit cuts bootstraps from i
 (--no-bootstrap-truncated does as baselines).
 
     python ppo_continuous_action.py --env-id HalfCheetah-v5 --total-timesteps 1000000
-
-Read it from the bottom: the run is the straight line under `if __name__ == "__main__"`.
 """
 
-import difflib
 import json
 import math
 import os
-import platform
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 
 import gymnasium as gym
+import imageio.v2 as imageio
 import numpy as np
 import torch
 import torch.nn as nn
@@ -40,7 +35,6 @@ from tqdm import tqdm
 @dataclass
 class RunArgs:
     """How to run, record and go on"""
-
     exp_name: str = Path(__file__).stem  # name of the experiment, a part of the run's name
     run_name: str | None = None  # folder of the run under runs/; without it ENV__EXPERIMENT__SEED__UNIXTIME
     seed: int = 1  # seed of the networks, the action noise, the minibatches and the environments
@@ -63,7 +57,6 @@ class RunArgs:
 @dataclass
 class AlgorithmArgs:
     """What is learned, and how"""
-
     env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
     total_timesteps: int = 1000000  # steps of the run, all environments together
     learning_rate: float = 3e-4  # learning rate of Adam
@@ -88,15 +81,11 @@ class AlgorithmArgs:
 
 @dataclass
 class Args(AlgorithmArgs, RunArgs):
-    """All flags of the script."""
+    """All flags, and the sizes that follow from them."""
 
     def __post_init__(self):
         self.batch_size = self.num_envs * self.num_steps
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-
-
-# With --resume and --evaluate these flags may differ from the run's own, for they don't change what is learned.
-FREE_FLAGS = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval", "checkpoint_interval")
 
 
 def fail(message, code=2):
@@ -119,15 +108,14 @@ def parse_args():
     if run := args.resume or args.evaluate:
         checkpoint = load_checkpoint(Path(run))
         own = checkpoint["args"]
-        if versions := set(own) ^ {f.name for f in fields(Args)}:
-            fail(f"{run} was made by another version of this script, which differs in the flags {sorted(versions)}")
-        args = read_flags(replace(Args(**own), resume=args.resume, evaluate=args.evaluate))
-        if changed := [f"{k} = {own[k]}" for k in own if own[k] != getattr(args, k) and k not in FREE_FLAGS]:
+        args = read_flags(replace(own, resume=args.resume, evaluate=args.evaluate))
+        free = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval", "checkpoint_interval")
+        if changed := [f"{k} = {v}" for k, v in asdict(own).items() if v != getattr(args, k) and k not in free]:
             fail(f"{run} was made with {', '.join(changed)}: give no other value, or start a new run")
     positive = ("num_envs", "num_steps", "num_minibatches", "update_epochs", "checkpoint_interval", "eval_episodes",
                 "video_interval", "learning_rate", "clip_coef", "max_grad_norm")
     minibatch_size, rest = divmod(args.batch_size, max(args.num_minibatches, 1))
-    for wrong, sentence in [
+    problems = [
         (not all(getattr(args, name) > 0 for name in positive), f"{', '.join(positive)} must be above 0"),
         (not 0 <= args.seed < 2**32 or args.num_threads < 0, "--seed must be in 0 .. 2**32 - 1, --num-threads from 0"),
         (not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1), "--gamma and --gae-lambda must be from 0 to 1"),
@@ -135,9 +123,9 @@ def parse_args():
         (args.norm_adv and minibatch_size == 1, "a minibatch of one step has no standard deviation: --no-norm-adv"),
         (args.num_iterations < 1, f"--total-timesteps is less than one rollout of {args.batch_size} steps"),
         (args.resume and args.evaluate, "give --resume or --evaluate, not both"),
-    ]:
-        if wrong:
-            fail(sentence)
+    ]
+    if sentences := [sentence for wrong, sentence in problems if wrong]:
+        fail("; ".join(sentences))
     return args, checkpoint
 
 
@@ -158,8 +146,10 @@ class RunningMeanStd:
         self.var = (self.var * self.count + squares) / total
         self.count = total
 
-    def normalize(self, x):
+    def normalize(self, x, update=False):
         """x (n, *shape) -> its distance from the mean in standard deviations, clipped to 10 (M2), float32."""
+        if update:
+            self.update(x)
         x = (x - self.mean) / np.sqrt(self.var + 1e-8)
         return np.minimum(np.maximum(x, -10.0), 10.0).astype(np.float32)
 
@@ -168,9 +158,12 @@ def make_env(env_id, render):
     """Makes an environment that this script can learn in, or ends the program; render: it makes frames for videos."""
     try:
         env = gym.make(env_id, render_mode="rgb_array" if render else None, disable_env_checker=True)
-    except (gym.error.Error, ImportError, RuntimeError) as error:
-        near = ", ".join(difflib.get_close_matches(env_id, gym.registry, cutoff=0.5)) or "none"
-        fail(f"no environment {env_id}: {' '.join(str(error).split())} (ids like it: {near})")
+        if render:
+            env.reset()
+            env.render()
+    except Exception as error:  # environments and renderers have their own
+        hint = "; to film without a display, set MUJOCO_GL=egl or MUJOCO_GL=osmesa" if render else ""
+        fail(f"can't make {env_id}: {' '.join(str(error).split())}{hint}")
     if not isinstance(env.action_space, gym.spaces.Box) or env.action_space.dtype.kind != "f":
         fail(f"{env_id} has the action space {env.action_space}, but this script needs a Box of floats")
     if not isinstance(env.observation_space, (gym.spaces.Box, gym.spaces.Dict)):
@@ -178,41 +171,24 @@ def make_env(env_id, render):
     return env
 
 
-def open_video(path, env):
-    """Opens an MP4 file with env's present frame; append_data(frame) adds one, close() completes the file."""
-    import imageio.v2 as imageio  # only --capture-video needs it
-
-    try:
-        frame = env.render()
-    except Exception as error:  # every renderer has its own
-        fail(f"--capture-video can't render ({error}): without a display, try MUJOCO_GL=egl or MUJOCO_GL=osmesa")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    video = imageio.get_writer(path, fps=env.metadata.get("render_fps", 30), macro_block_size=2)
-    video.append_data(frame)
-    return video
-
-
-ENVS_STATE = ("raw_obs", "discounted_returns", "episode_returns", "episode_lengths", "episode_counts")
-
-
 class Envs:
     """A vector of environments with openai/baselines' VecNormalize (common/vec_env/vec_normalize.py).
-
     A step that ends an episode also resets it and gives the reset's observation (Gymnasium's SAME_STEP). obs_stats sees
     each observation given once, resets too (M1), unless the caller brought it. Rewards are divided by the standard
     deviation of the discounted return, which restarts at 0 after each episode (M3).
-    obs: float32 (num_envs, obs_dim), the current observations, flattened, normalised, clipped.
-    """
+    obs: float32 (num_envs, obs_dim), the current observations, flattened, normalised, clipped."""
 
-    def __init__(self, env_id, num_envs, seed, gamma=0.99, obs_stats=None, video_dir=None, video_interval=1):
+    COUNTERS = ("raw_obs", "discounted_returns", "episode_returns", "episode_lengths", "episode_counts")
+
+    def __init__(self, env_id, num_envs, seed, gamma=0.99, obs_stats=None, video_dir=None, record=None):
         self.envs = [make_env(env_id, render=i == 0 and video_dir is not None) for i in range(num_envs)]
         self.space, action_space = self.envs[0].observation_space, self.envs[0].action_space
         self.action_shape, self.action_dtype = action_space.shape, action_space.dtype
         self.low, self.high = action_space.low.ravel(), action_space.high.ravel()
         self.obs_dim, self.action_dim = gym.spaces.flatdim(self.space), self.low.size
-        self.training, self.gamma = obs_stats is None, gamma
-        self.obs_stats, self.return_stats = obs_stats or RunningMeanStd((self.obs_dim,)), RunningMeanStd(())
-        self.video_dir, self.video_interval, self.video = video_dir, video_interval, None
+        self.training, self.gamma, self.return_stats = obs_stats is None, gamma, RunningMeanStd(())
+        self.obs_stats = obs_stats or RunningMeanStd((self.obs_dim,))
+        self.video_dir, self.record, self.video = video_dir, record, None  # record: episode number -> is it filmed
         self.raw_obs = np.zeros((num_envs, self.obs_dim))
         self.discounted_returns, self.episode_returns = np.zeros(num_envs), np.zeros(num_envs)
         self.episode_lengths, self.episode_counts = np.zeros(num_envs, int), np.zeros(num_envs, int)
@@ -221,20 +197,19 @@ class Envs:
         for i, env_seed in enumerate(np.random.SeedSequence(seed).generate_state(num_envs)):
             self.envs[i].reset(seed=int(env_seed))
             self.reset_env(i)
-        self.normalize_obs()
-
-    def normalize_obs(self):
-        if self.training:
-            self.obs_stats.update(self.raw_obs)
-        self.obs = self.obs_stats.normalize(self.raw_obs)
+        self.obs = self.obs_stats.normalize(self.raw_obs, update=self.training)
 
     def reset_env(self, i):
         """Starts an episode in environment i; raw_obs[i] is its first observation."""
-        self.reset_states[i], self.actions_since[i] = self.envs[i].unwrapped.np_random.bit_generator.state, []
+        env = self.envs[i]
+        self.reset_states[i], self.actions_since[i] = env.unwrapped.np_random.bit_generator.state, []
         self.discounted_returns[i], self.episode_returns[i], self.episode_lengths[i] = 0.0, 0.0, 0
-        self.raw_obs[i] = gym.spaces.flatten(self.space, self.envs[i].reset()[0])
-        if i == 0 and self.video_dir and self.episode_counts[0] % self.video_interval == 0:
-            self.video = open_video(self.video_dir / f"episode-{self.episode_counts[0]}.mp4", self.envs[0])
+        self.raw_obs[i] = gym.spaces.flatten(self.space, env.reset()[0])
+        if i == 0 and self.video_dir and self.record(self.episode_counts[0]):
+            self.video_dir.mkdir(parents=True, exist_ok=True)
+            path, fps = self.video_dir / f"episode-{self.episode_counts[0]}.mp4", env.metadata.get("render_fps", 30)
+            self.video = imageio.get_writer(path, fps=fps, macro_block_size=2)
+            self.video.append_data(env.render())
 
     def step_env(self, i, action):
         """Steps environment i with a clipped action (action_dim,); raw_obs[i] is the observation."""
@@ -247,15 +222,13 @@ class Envs:
 
     def step(self, actions):
         """Steps every environment; actions (num_envs, action_dim) are clipped to the bounds here (M8).
-
         Returns the normalised rewards, float64 (num_envs,), and the episodes that ended, [(i, return, length, ended_by,
         final_obs)]: environment, unnormalised return, length, "termination" or "truncation", and the observation
-        (obs_dim,) that the reset has replaced, normalised with the same statistics but not counted in them.
-        """
+        (obs_dim,) that the reset has replaced, normalised with the same statistics but not counted in them."""
         actions = np.minimum(np.maximum(actions, self.low), self.high).astype(self.action_dtype)
-        rewards, ended, num_envs = np.zeros(len(self.envs)), [], len(self.envs)
-        for i in range(num_envs):
-            rewards[i], terminated, truncated = self.step_env(i, actions[i])
+        rewards, ended = np.zeros(len(actions)), []
+        for i, action in enumerate(actions):
+            rewards[i], terminated, truncated = self.step_env(i, action)
             if terminated or truncated:
                 ended.append((i, "termination" if terminated else "truncation", self.raw_obs[i].copy()))
         self.episode_returns += rewards
@@ -269,12 +242,12 @@ class Envs:
             if i == 0 and self.video:
                 self.video = self.video.close()
             self.reset_env(i)
-        self.normalize_obs()
+        self.obs = self.obs_stats.normalize(self.raw_obs, update=self.training)
         return rewards, [(*record, self.obs_stats.normalize(obs)) for *record, obs in records]
 
     def state(self):
         """All that load_state needs to go on exactly, as tensors and plain Python values."""
-        return {name: torch.tensor(getattr(self, name)) for name in ENVS_STATE} | {
+        return {name: torch.tensor(getattr(self, name)) for name in self.COUNTERS} | {
             "stats": [[torch.tensor(x) for x in vars(s).values()] for s in (self.obs_stats, self.return_stats)],
             "reset_states": list(self.reset_states),
             "actions_since": [torch.tensor(np.array(actions)) for actions in self.actions_since],
@@ -291,7 +264,7 @@ class Envs:
             for action in state["actions_since"][i].numpy():
                 self.step_env(i, action)
             if np.array_equal(self.raw_obs[i], state["raw_obs"][i].numpy()):
-                for name in ENVS_STATE:
+                for name in self.COUNTERS:
                     getattr(self, name)[i] = state[name][i].numpy()
             else:
                 print(f"environment {i} can't be brought back to where it was: it starts a new episode")
@@ -320,24 +293,18 @@ class Agent(nn.Module):
         self.critic, self.actor_mean = mlp(obs_dim, 1, std=1.0), mlp(obs_dim, action_dim, std=0.01)
         self.actor_logstd = nn.Parameter(torch.full((1, action_dim), init_log_std))
 
-    def get_value(self, obs):
-        """obs (n, obs_dim) -> values (n,)."""
-        return self.critic(obs).squeeze(-1)
-
     def forward(self, obs, actions):
         """obs (n, obs_dim), actions (n, action_dim) -> log-probabilities of the actions, entropy, values, each (n,)."""
         constant = 0.5 * math.log(2 * math.pi)
         noise = (actions - self.actor_mean(obs)) / self.actor_logstd.exp()
         logprobs = (-0.5 * noise**2 - self.actor_logstd - constant).sum(1)
         entropy = (self.actor_logstd + 0.5 + constant).sum(1).expand(len(obs))
-        return logprobs, entropy, self.get_value(obs)
+        return logprobs, entropy, self.critic(obs).squeeze(1)
 
 
 def numpy_policy(actor_mean):
-    """actor_mean, with a copy of its weights, as a function of arrays (n, obs_dim) -> (n, action_dim).
-
-    Weights are frozen during a rollout, and on a few observations numpy takes 10 us where PyTorch takes 45.
-    """
+    """actor_mean, with a copy of its weights, as a function of arrays (n, obs_dim) -> (n, action_dim): during a rollout
+    weights are frozen, and on a few observations numpy takes 10 us where PyTorch takes 45."""
     functions = {nn.Tanh: np.tanh}  # another activation in actor_mean needs its numpy twin here
     weights = [[p.detach().cpu().numpy().T.copy() for p in module.parameters()] for module in actor_mean]
 
@@ -350,12 +317,9 @@ def numpy_policy(actor_mean):
 
 
 def rollout(agent, envs, num_steps):
-    """Plays num_steps in each environment (G10).
-
-    Returns float32 arrays obs (num_steps, num_envs, obs_dim), raw actions (num_steps, num_envs, action_dim), rewards
-    (num_steps, num_envs); bool arrays terminations, truncations (num_steps, num_envs);
-    episodes [(step, i, return, length, ended_by, final_obs)], those that ended, as Envs.step gives them.
-    """
+    """Plays num_steps in each environment (G10). Returns float32 obs (num_steps, num_envs, obs_dim), raw actions
+    (num_steps, num_envs, action_dim) and rewards (num_steps, num_envs), bool terminations and truncations, and the
+    episodes that ended, [(step, i, return, length, ended_by, final_obs)], see Envs.step."""
     shape, policy, episodes = (num_steps, len(envs.envs)), numpy_policy(agent.actor_mean), []
     obs, rewards = np.zeros((*shape, envs.obs_dim), np.float32), np.zeros(shape, np.float32)
     terminations, truncations = np.zeros(shape, bool), np.zeros(shape, bool)
@@ -372,10 +336,8 @@ def rollout(agent, envs, num_steps):
 
 def compute_advantages(rewards, values, next_values, terminations, dones, gamma, gae_lambda):
     """Generalized advantage estimation (G2): https://arxiv.org/abs/1506.02438, baselines ppo2/runner.py.
-
     All arrays (num_steps, num_envs). next_values: of the observation that truly followed each step, before any reset;
-    after a termination they don't count. The sum ends with the episode, at dones.
-    """
+    after a termination they don't count. The sum ends with the episode, at dones."""
     deltas = rewards + gamma * next_values * ~terminations - values
     decays = gamma * gae_lambda * ~dones
     advantages, last = np.zeros_like(deltas), np.zeros_like(deltas[0])
@@ -384,16 +346,12 @@ def compute_advantages(rewards, values, next_values, terminations, dones, gamma,
     return advantages
 
 
-METRICS = ("losses/policy_loss", "losses/value_loss", "losses/entropy",
-           "losses/old_approx_kl", "losses/approx_kl", "losses/clipfrac")
+METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 
 
 def ppo_loss(params, agent, batch, clip_coef, args):
-    """PPO's loss on a minibatch: returns it and METRICS, float32 (6,).
-
-    params: the agent's parameters as one flat tensor. batch: obs (n, obs_dim), actions (n, action_dim), and logprobs,
-    advantages, returns, values (n,).
-    """
+    """PPO's loss on a minibatch: returns it and METRICS, float32 (6,). params: the parameters as one flat tensor;
+    batch: obs (n, obs_dim), actions (n, action_dim), and logprobs, advantages, returns, values (n,)."""
     shapes = {name: p.shape for name, p in agent.named_parameters()}
     views = params.split([shape.numel() for shape in shapes.values()])
     views = {name: view.view(shapes[name]) for name, view in zip(shapes, views)}
@@ -419,10 +377,8 @@ def ppo_loss(params, agent, batch, clip_coef, args):
 
 def update_minibatches(params, optimizer, agent, batch, indices, lr, clip_coef, args):
     """A step of Adam, in place, for each row of indices (k, minibatch_size); returns the sum of their METRICS.
-
     params and Adam's state are one flat tensor each: clipping (G8) is one norm and Adam (G11) one kernel. lr, clip_coef
-    and Adam's step are tensors, so that the compiled function takes new values of them.
-    """
+    and Adam's step are tensors, so that new values don't compile anew."""
     total = torch.zeros(len(METRICS), device=params.device)
     for row in indices.unbind():
         minibatch = {name: x[row] for name, x in batch.items()}
@@ -442,7 +398,7 @@ def update(step_minibatches, params, optimizer, agent, batch, lr, clip_coef, arg
         indices = torch.randperm(args.batch_size).view(args.num_minibatches, -1).to(params.device)  # G7
         calls = [step_minibatches(params, optimizer, agent, batch, i, lr, clip_coef, args) for i in indices.split(rows)]
         epochs.append(torch.stack(calls).sum(0) / args.num_minibatches)
-        if args.target_kl is not None and epochs[-1][METRICS.index("losses/approx_kl")] > args.target_kl:  # X3
+        if args.target_kl is not None and epochs[-1][METRICS.index("approx_kl")] > args.target_kl:  # X3
             break
     return torch.stack(epochs).mean(0).cpu()
 
@@ -476,29 +432,18 @@ def load_checkpoint(run_dir):
     path, script = run_dir / "checkpoint.pt", Path(__file__).name
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        made_by = checkpoint["script"]
-    except FileNotFoundError:
-        fail(f"{path} does not exist: give the folder of a run, or start one that never got so far again")
+        if checkpoint["script"] != script:
+            fail(f"{path} was made by {checkpoint['script']}, not by {script}: run that script")
+        return checkpoint | {"args": Args(**checkpoint["args"])}
     except Exception as error:  # torch.load raises what it likes
-        fail(f"{path} is damaged or not a checkpoint of a run ({type(error).__name__}): start a new run")
-    if made_by != script:
-        fail(f"{path} was made by {made_by}, not by {script}: run that script")
-    return checkpoint
-
-
-def describe_run(args):
-    """The contents of config.json."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-    versions = {"python": platform.python_version()} | {name: version(name) for name in ("torch", "gymnasium", "numpy")}
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    machine = {"name": platform.node(), "platform": platform.platform(), "cores": os.cpu_count(), "gpu": gpu}
-    return {"args": asdict(args), "command": sys.argv, "git_commit": commit, "versions": versions, "machine": machine}
+        reason = " ".join(str(error).split())[:150]
+        fail(f"{path} is missing, damaged or not of this {script} ({reason}): give another run, or start one")
 
 
 def evaluate(agent, obs_stats, args, video_dir=None):
     """Plays --eval-episodes with mean actions, frozen statistics and a seed of its own; prints and returns results."""
-    envs = Envs(args.env_id, 1, (args.seed, 1), obs_stats=obs_stats, video_dir=video_dir and video_dir / "evaluation")
+    video_dir, record = video_dir and video_dir / "evaluation", lambda episode: episode < args.eval_episodes
+    envs = Envs(args.env_id, 1, (args.seed, 1), obs_stats=obs_stats, video_dir=video_dir, record=record)
     policy, episodes = numpy_policy(agent.actor_mean), []
     while len(episodes) < args.eval_episodes:
         episodes += envs.step(policy(envs.obs))[1]
@@ -507,23 +452,11 @@ def evaluate(agent, obs_stats, args, video_dir=None):
     return {"returns": returns, "lengths": [episode[2] for episode in episodes]}
 
 
-def start_wandb(args, run_dir, run_id):
-    """Has Weights & Biases copy what TensorBoard gets; run_id: of the run to go on with, or None. Returns its id."""
-    import wandb
-
-    if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
-        fail("--track needs a login: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline")
-    return wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args), name=run_dir.name,
-                      id=run_id, dir=run_dir, resume="allow", sync_tensorboard=True, save_code=True).id
-
-
-stop_signals = []
-
-
 def request_stop(signum, _frame):
-    """Ctrl-C and SIGTERM: the iteration is finished and saved first; the second one ends the program at once."""
-    if stop_signals:
-        sys.exit(128 + signum)
+    """Ctrl-C and SIGTERM: the iteration is finished and saved first. At once ends the program a second one, or one in
+    the first iteration, which compiles, so that the last checkpoint is no older."""
+    if stop_signals or iteration == progress["iteration"]:
+        fail(f"stopped at once; --resume {run_dir} goes on from the last checkpoint", code=128 + signum)
     stop_signals.append(signum)
 
 
@@ -532,9 +465,8 @@ if __name__ == "__main__":
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
     torch.set_num_threads(args.num_threads or 1)  # a second thread gains nothing on layers of 64
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    random.seed(args.seed)
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(args.seed)
 
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
@@ -543,8 +475,8 @@ if __name__ == "__main__":
     video_dir = run_dir / "videos" if args.capture_video else None
     if video_dir and sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
-    envs = Envs(args.env_id, args.num_envs, args.seed, args.gamma, None, None if args.evaluate else video_dir,
-                args.video_interval)
+    envs = Envs(args.env_id, args.num_envs, args.seed, args.gamma, video_dir=None if args.evaluate else video_dir,
+                record=lambda episode: episode % args.video_interval == 0)
     agent = Agent(envs.obs_dim, envs.action_dim, args.init_log_std).to(device)
     # From here on the parameters are views of one flat tensor
     params = nn.utils.parameters_to_vector(agent.parameters()).detach()
@@ -559,7 +491,7 @@ if __name__ == "__main__":
             optimizer[name].copy_(x)
         for set_state, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), checkpoint["random"]):
             set_state(state)
-    iteration, recent_returns = progress["iteration"], deque(progress["recent_returns"], maxlen=100)
+    iteration, recent_returns = progress["iteration"], progress["recent_returns"]
     if args.evaluate:
         sys.exit(not evaluate(agent, envs.obs_stats, args, video_dir))
     if iteration == args.num_iterations and (run_dir / "evaluation.json").exists():
@@ -570,15 +502,27 @@ if __name__ == "__main__":
     for path in [*run_dir.glob("events.*"), *run_dir.glob("episodes.csv")]:
         os.truncate(path, progress["log_sizes"].get(path.name, 0))  # what came after the checkpoint will come again
     if not checkpoint:
-        (run_dir / "config.json").write_text(json.dumps(describe_run(args), indent=2))
+        command = ["sh", "-c", "git describe --always --dirty"]  # empty without git or its folder
+        commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+        config = {
+            "args": asdict(args), "command": sys.argv, "git_commit": commit, "machine": [*os.uname()],
+            "cores": os.cpu_count(), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+            "versions": {"python": sys.version.split()[0]} | {d.name: d.version for d in distributions()},
+        }
+        (run_dir / "config.json").write_text(json.dumps(config, indent=2))
         (run_dir / "episodes.csv").write_text("global_step,wall_seconds,env,return,length,ended_by\n")
-    wandb_id = start_wandb(args, run_dir, progress["wandb_id"]) if args.track else None
+    if args.track:
+        import wandb
+        if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
+            fail("--track needs a login: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline")
+        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args), name=run_dir.name,
+                   id=progress["wandb_id"], dir=run_dir, resume="allow", sync_tensorboard=True, save_code=True)
     writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
     step_minibatches = compile_or_not(update_minibatches, args, device)
-    lr, clip_coef = torch.zeros((), device=device), torch.zeros((), device=device)
+    stop_signals, terminal = [], sys.stderr.isatty()
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
-    start_time, terminal, last_line = time.time() - progress["wall_seconds"], sys.stderr.isatty(), time.time()
+    start_time, last_line = time.time() - progress["wall_seconds"], time.time()
     bar = tqdm(total=args.num_iterations * args.batch_size, initial=iteration * args.batch_size, unit=" steps",
                dynamic_ncols=True, file=sys.stderr if terminal else open(os.devnull, "w"))
 
@@ -590,16 +534,16 @@ if __name__ == "__main__":
             numpy_random = [x.tolist() if isinstance(x, np.ndarray) else x for x in np.random.get_state()]
             save_checkpoint(run_dir, {
                 "script": Path(__file__).name, "args": asdict(args), "iteration": iteration, "global_step": global_step,
-                "wall_seconds": time.time() - start_time, "recent_returns": list(recent_returns), "wandb_id": wandb_id,
+                "wall_seconds": time.time() - start_time, "recent_returns": recent_returns,
                 "log_sizes": {path.name: path.stat().st_size for path in run_dir.iterdir()},
-                "agent": agent.state_dict(), "optimizer": optimizer, "envs": envs.state(),
-                "random": [random.getstate(), numpy_random, torch.get_rng_state()],
+                "wandb_id": wandb.run.id if args.track else None, "random": [random.getstate(), numpy_random,
+                torch.get_rng_state()], "agent": agent.state_dict(), "optimizer": optimizer, "envs": envs.state(),
             })
         if stop:
             break
         remaining = 1.0 - iteration / args.num_iterations
-        lr.fill_(args.learning_rate * (remaining if args.anneal_lr else 1.0))  # G6
-        clip_coef.fill_(args.clip_coef * (remaining if args.anneal_clip else 1.0))  # X1
+        lr = torch.tensor(args.learning_rate * (remaining if args.anneal_lr else 1.0), device=device)  # G6
+        clip_coef = torch.tensor(args.clip_coef * (remaining if args.anneal_clip else 1.0), device=device)  # X1
 
         obs, actions, rewards, terminations, truncations, episodes = rollout(agent, envs, args.num_steps)
         # The weights were frozen, so log-probabilities and values of the whole rollout take one pass
@@ -607,7 +551,7 @@ if __name__ == "__main__":
         final_obs = torch.from_numpy(np.stack([*envs.obs, *(episode[-1] for episode in episodes)])).to(device)
         with torch.no_grad():
             batch["logprobs"], _, batch["values"] = agent(batch["obs"], batch["actions"])
-            final_values = agent.get_value(final_obs).cpu().numpy()
+            final_values = agent.critic(final_obs).squeeze(1).cpu().numpy()
         values = batch["values"].cpu().numpy().reshape(rewards.shape)
         next_values = np.concatenate((values[1:], final_values[None, : args.num_envs]))
         for (step, i, *_), value in zip(episodes, final_values[args.num_envs :]):
@@ -616,8 +560,7 @@ if __name__ == "__main__":
         ends = terminations if args.bootstrap_truncated else dones
         advantages = compute_advantages(rewards, values, next_values, ends, dones, args.gamma, args.gae_lambda)
         returns = advantages + values
-        for name, x in ("advantages", advantages), ("returns", returns):
-            batch[name] = torch.from_numpy(x).flatten().to(device)
+        batch["advantages"], batch["returns"] = (torch.tensor(x.ravel(), device=device) for x in (advantages, returns))
         metrics = update(step_minibatches, params, optimizer, agent, batch, lr, clip_coef, args)
         if not (torch.isfinite(metrics).all() and torch.isfinite(params).all()):
             fail(f"iteration {iteration + 1}: the loss is not finite; {run_dir} keeps the last good checkpoint. "
@@ -629,15 +572,16 @@ if __name__ == "__main__":
             episodes_file.write(f"{step},{wall_seconds:.2f},{i},{episode_return!r},{length},{ended_by}\n")
             writer.add_scalar("charts/episodic_return", episode_return, step)
             writer.add_scalar("charts/episodic_length", length, step)
-            recent_returns.append(episode_return)
+            recent_returns = [*recent_returns[-99:], episode_return]
         global_step = iteration * args.batch_size
         explained_variance = 1 - np.var(returns - values) / np.var(returns) if np.var(returns) else np.nan
-        for name, x in [*zip(METRICS, metrics), ("losses/explained_variance", explained_variance),
-                        ("charts/learning_rate", lr), ("charts/SPS", int(global_step / (time.time() - start_time)))]:
-            writer.add_scalar(name, float(x), global_step)
+        for name, x in [*zip(METRICS, metrics), ("explained_variance", explained_variance)]:
+            writer.add_scalar(f"losses/{name}", float(x), global_step)
+        writer.add_scalar("charts/learning_rate", lr.item(), global_step)
+        writer.add_scalar("charts/SPS", int(global_step / (time.time() - start_time)), global_step)
         bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}" if recent_returns else "", refresh=False)
         bar.update(args.batch_size)
-        if not terminal and time.time() - last_line > 5:
+        if not terminal and (time.time() - last_line > 5 or iteration == args.num_iterations):
             print(bar, flush=True)
             last_line = time.time()
 
