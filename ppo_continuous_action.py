@@ -180,7 +180,7 @@ class Envs:
 
     COUNTERS = ("raw_obs", "discounted_returns", "episode_returns", "episode_lengths", "episode_counts")
 
-    def __init__(self, env_id, num_envs, seed, gamma=0.99, obs_stats=None, video_dir=None, record=None):
+    def __init__(self, env_id, num_envs, seed, gamma=0.99, obs_stats=None, video_dir=None, video_interval=1):
         self.envs = [make_env(env_id, render=i == 0 and video_dir is not None) for i in range(num_envs)]
         self.space, action_space = self.envs[0].observation_space, self.envs[0].action_space
         self.action_shape, self.action_dtype = action_space.shape, action_space.dtype
@@ -188,7 +188,7 @@ class Envs:
         self.obs_dim, self.action_dim = gym.spaces.flatdim(self.space), self.low.size
         self.training, self.gamma, self.return_stats = obs_stats is None, gamma, RunningMeanStd(())
         self.obs_stats = obs_stats or RunningMeanStd((self.obs_dim,))
-        self.video_dir, self.record, self.video = video_dir, record, None  # record: episode number -> is it filmed
+        self.video_dir, self.video_interval, self.video = video_dir, video_interval, None
         self.raw_obs = np.zeros((num_envs, self.obs_dim))
         self.discounted_returns, self.episode_returns = np.zeros(num_envs), np.zeros(num_envs)
         self.episode_lengths, self.episode_counts = np.zeros(num_envs, int), np.zeros(num_envs, int)
@@ -201,23 +201,23 @@ class Envs:
 
     def reset_env(self, i):
         """Starts an episode in environment i; raw_obs[i] is its first observation."""
-        env = self.envs[i]
-        self.reset_states[i], self.actions_since[i] = env.unwrapped.np_random.bit_generator.state, []
+        self.reset_states[i], self.actions_since[i] = self.envs[i].unwrapped.np_random.bit_generator.state, []
         self.discounted_returns[i], self.episode_returns[i], self.episode_lengths[i] = 0.0, 0.0, 0
-        self.raw_obs[i] = gym.spaces.flatten(self.space, env.reset()[0])
-        if i == 0 and self.video_dir and self.record(self.episode_counts[0]):
-            self.video_dir.mkdir(parents=True, exist_ok=True)
-            path, fps = self.video_dir / f"episode-{self.episode_counts[0]}.mp4", env.metadata.get("render_fps", 30)
-            self.video = imageio.get_writer(path, fps=fps, macro_block_size=2)
-            self.video.append_data(env.render())
+        self.raw_obs[i] = gym.spaces.flatten(self.space, self.envs[i].reset()[0])
 
     def step_env(self, i, action):
         """Steps environment i with a clipped action (action_dim,); raw_obs[i] is the observation."""
+        env, episode = self.envs[i], self.episode_counts[i]
+        if i == 0 and self.video_dir and not self.actions_since[i] and episode % self.video_interval == 0:
+            self.video_dir.mkdir(parents=True, exist_ok=True)
+            path, fps = self.video_dir / f"episode-{episode}.mp4", env.metadata.get("render_fps", 30)
+            self.video = imageio.get_writer(path, fps=fps, macro_block_size=2)
+            self.video.append_data(env.render())
         self.actions_since[i].append(action)
-        obs, reward, terminated, truncated, _ = self.envs[i].step(action.reshape(self.action_shape))
+        obs, reward, terminated, truncated, _ = env.step(action.reshape(self.action_shape))
         self.raw_obs[i] = gym.spaces.flatten(self.space, obs)
         if i == 0 and self.video:
-            self.video.append_data(self.envs[0].render())
+            self.video.append_data(env.render())
         return float(reward), terminated, truncated
 
     def step(self, actions):
@@ -442,8 +442,7 @@ def load_checkpoint(run_dir):
 
 def evaluate(agent, obs_stats, args, video_dir=None):
     """Plays --eval-episodes with mean actions, frozen statistics and a seed of its own; prints and returns results."""
-    video_dir, record = video_dir and video_dir / "evaluation", lambda episode: episode < args.eval_episodes
-    envs = Envs(args.env_id, 1, (args.seed, 1), obs_stats=obs_stats, video_dir=video_dir, record=record)
+    envs = Envs(args.env_id, 1, (args.seed, 1), obs_stats=obs_stats, video_dir=video_dir and video_dir / "evaluation")
     policy, episodes = numpy_policy(agent.actor_mean), []
     while len(episodes) < args.eval_episodes:
         episodes += envs.step(policy(envs.obs))[1]
@@ -476,7 +475,7 @@ if __name__ == "__main__":
     if video_dir and sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
     envs = Envs(args.env_id, args.num_envs, args.seed, args.gamma, video_dir=None if args.evaluate else video_dir,
-                record=lambda episode: episode % args.video_interval == 0)
+                video_interval=args.video_interval)
     agent = Agent(envs.obs_dim, envs.action_dim, args.init_log_std).to(device)
     # From here on the parameters are views of one flat tensor
     params = nn.utils.parameters_to_vector(agent.parameters()).detach()

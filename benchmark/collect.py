@@ -1,0 +1,112 @@
+"""Collects run folders into a CSV, one row for each run, finished or not, and a Markdown table of them.
+
+    python -m benchmark.collect RUNS_DIR... [--out benchmark/results/FILE.csv]
+
+RUNS_DIR is a run's folder or a folder of them. A run is finished when its evaluation.json is complete. In the CSV,
+steps and wall_seconds (compilation included, imports not) are those of the run's last training episode,
+steps_per_second is their quotient; last_100 and last_20 are mean returns of the run's last training episodes.
+"""
+
+import argparse
+import csv
+import importlib
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADER = """Mean +- standard deviation over the finished runs (ddof=0, as CleanRL and openrlbenchmark have it) of
+a run's mean return in its last 100 training episodes, and of its mean return in the deterministic evaluation.
+
+| environment | flags | finished: seeds | last 100 episodes | evaluation | steps/s, median | unfinished |
+|---|---|---|---:|---:|---:|---|"""
+
+
+def script_defaults(command):
+    """The default flags of the script that a command line runs, {} if that is no script of this repository."""
+    name = Path(command[0]).stem
+    sys.path.insert(0, str(ROOT))
+    return asdict(importlib.import_module(name).Args()) if (ROOT / f"{name}.py").is_file() else {}
+
+
+def changed_flags(args, defaults):
+    """The flags that differ from the defaults, but for those with a column of their own, as on a command line."""
+    words = []
+    for name, value in args.items():
+        if name not in ("env_id", "seed", "run_name") and (name not in defaults or value != defaults[name]):
+            words += [f"--{'no-' * (value is False)}{name}".replace("_", "-")]
+            words += [] if isinstance(value, bool) else [str(value)]
+    return shlex.join(words)
+
+
+def read_run(run):
+    """A run's folder -> its row of the CSV; what it doesn't have yet is "". Raises what a damaged folder makes it."""
+    config, path = json.loads((run / "config.json").read_text()), run / "episodes.csv"
+    text = path.read_text() if path.exists() else ""
+    episodes = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))  # the last line may be half written
+    returns = [float(episode["return"]) for episode in episodes]
+    steps, wall = (int(episodes[-1]["global_step"]), float(episodes[-1]["wall_seconds"])) if episodes else ("", "")
+    try:
+        evaluation = json.loads((run / "evaluation.json").read_text())["returns"]
+    except (FileNotFoundError, json.JSONDecodeError):
+        evaluation = []
+    return {
+        "run": run.name, "env_id": config["args"]["env_id"], "seed": config["args"]["seed"],
+        "flags": changed_flags(config["args"], script_defaults(config["command"])),
+        "status": "finished" if evaluation else "unfinished", "steps": steps, "episodes": len(episodes),
+        "last_100": np.mean(returns[-100:]) if returns else "", "last_20": np.mean(returns[-20:]) if returns else "",
+        "evaluation_mean": np.mean(evaluation) if evaluation else "",
+        "evaluation_std": np.std(evaluation) if evaluation else "", "evaluation_episodes": len(evaluation),
+        "steps_per_second": steps / wall if wall else "", "wall_seconds": wall,
+        "versions": " ".join(f"{name}={number}" for name, number in config["versions"].items()),
+        "git_commit": config["git_commit"] or "unknown", "command": shlex.join(["python", *config["command"]]),
+    }
+
+
+def table(rows):
+    """Rows -> Markdown, a line for each environment and set of flags; unfinished runs are named, not averaged."""
+    lines = [HEADER]
+    for env_id, flags in sorted({(row["env_id"], row["flags"]) for row in rows}):
+        group = [row for row in rows if (row["env_id"], row["flags"]) == (env_id, flags)]
+        done = [row for row in group if row["status"] == "finished"]
+        left = [f"{row['run']} (step {row['steps'] or 0})" for row in group if row not in done]
+        cells = [f"{len(done)}: {' '.join(str(row['seed']) for row in done)}"]
+        for name in ("last_100", "evaluation_mean", "steps_per_second"):
+            values = [row[name] for row in done if row[name] != ""]
+            form = "{1:,.0f}" if name == "steps_per_second" else "{0:.1f} +- {2:.1f}"
+            cells.append(form.format(np.mean(values), np.median(values), np.std(values)) if values else "-")
+        lines.append(f"| {env_id} | {flags or 'defaults'} | {' | '.join(cells)} | {len(left)} {', '.join(left)} |")
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dirs", nargs="+", type=Path, metavar="RUNS_DIR", help="a run's folder or a folder of them")
+    parser.add_argument("--out", type=Path, help="write the rows to this CSV")
+    args, rows, damaged = parser.parse_args(), [], []
+    if missing := [str(path) for path in args.dirs if not path.is_dir()]:
+        parser.error(f"no such folder: {', '.join(missing)}")
+    for path in args.dirs:
+        runs = [path] if (path / "config.json").exists() else [run for run in path.iterdir() if run.is_dir()]
+        for run in sorted(runs):
+            try:
+                rows.append(read_run(run))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                damaged.append(f"not a run, or damaged: {run} ({type(error).__name__}: {error})")
+    rows.sort(key=lambda row: (row["env_id"], row["flags"], row["seed"]))
+    if args.out and rows:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with open(args.out, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    print(table(rows), "", f"git commits: {', '.join(sorted({row['git_commit'] for row in rows}))}", *damaged, sep="\n")
+    sys.exit(not rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Env steps per second of ppo_continuous_action.py beside Stable-Baselines3's PPO with VecNormalize, and of the
+environment alone, which bounds both. Same hyper-parameters, one CPU thread each, in alternation, one process at a time.
+
+    python -m benchmark.speed [--rounds 3] [--steps 61440] [--env-id HalfCheetah-v5] [--full] [--csv FILE]
+
+Steady state: from the end of the first iteration (rollout and update) to the end of the last; no start-up, compilation
+or final evaluation. Whole process: everything from the process's start to its end, and what it comes to for 1M steps.
+PlainRL's compiler cache is empty in the first round and filled in the others.
+"""
+
+import argparse
+import csv
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_STEPS = 2048  # steps of a rollout; this and the constants in work_sb3 are the script's defaults
+FULL_STEPS = 1_000_000
+PACKAGES = ("torch", "gymnasium", "mujoco", "numpy", "stable-baselines3")
+
+
+def work_sb3(env_id, steps, seed):
+    """Trains SB3's PPO with the script's default hyper-parameters; returns marks (see steady_state)."""
+    import torch
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    marks = []
+
+    class TimedPPO(PPO):
+        def train(self):  # the update: an iteration ends here
+            super().train()
+            marks.append((self.num_timesteps, time.time()))
+
+    torch.set_num_threads(1)
+    nets = {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": torch.nn.Tanh, "ortho_init": True,
+            "log_std_init": 0.0, "optimizer_kwargs": {"eps": 1e-5}}
+    envs = VecNormalize(make_vec_env(env_id, seed=seed), gamma=0.99)
+    TimedPPO("MlpPolicy", envs, learning_rate=lambda left: 3e-4 * left, n_steps=NUM_STEPS, batch_size=64, n_epochs=10,
+             gamma=0.99, gae_lambda=0.95, clip_range=0.2, clip_range_vf=0.2, ent_coef=0.0, vf_coef=0.5,
+             max_grad_norm=0.5, policy_kwargs=nets, seed=seed, device="cpu").learn(steps)
+    return marks
+
+
+def work_env(env_id, steps, seed):
+    """Steps the environment with clipped normal actions, drawn beforehand, and resets it at ends; returns marks."""
+    import gymnasium as gym
+    import numpy as np
+
+    env = gym.make(env_id, disable_env_checker=True)
+    low, high, shape = env.action_space.low, env.action_space.high, (steps, *env.action_space.shape)
+    actions = np.random.default_rng(seed).standard_normal(shape).clip(low, high).astype(env.action_space.dtype)
+    env.reset(seed=seed)
+    start = time.time()
+    for action in actions:
+        _, _, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
+            env.reset()
+    return [(0, start), (steps, time.time())]
+
+
+WORKERS = {"sb3": work_sb3, "env": work_env}
+PROGRAMS = {"plainrl": "PlainRL", "sb3": "Stable-Baselines3", "env": "environment alone"}  # in the order of a round
+
+
+def command_of(program, env_id, steps, seed):
+    """The command line (list of str) that runs a program for that many env steps."""
+    flags = ["--env-id", env_id, "--seed", str(seed)]
+    if program in WORKERS:
+        return [sys.executable, str(Path(__file__).resolve()), "--worker", program, "--steps", str(steps), *flags]
+    script = [sys.executable, str(ROOT / "ppo_continuous_action.py")]
+    return [*script, "--total-timesteps", str(steps), "--run-name", "speed", "--no-cuda", *flags]
+
+
+def read_marks(program, folder):
+    """Marks of the run in folder: a worker has printed them, a script's TensorBoard events have steps and times."""
+    if program in WORKERS:
+        lines = (folder / "output.txt").read_text().splitlines()
+        return json.loads(next(line for line in lines if line.startswith("[[")))
+    # Not at the top of the file: that would count in the workers' start-up
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "runs" / "speed"), size_guidance={"scalars": 0})
+    return [(event.step, event.wall_time) for event in events.Reload().Scalars("charts/SPS")]
+
+
+def steady_state(marks, started, ended):
+    """marks: [(env steps done, Unix time, s)] at ends of iterations; started, ended: of the process, Unix time, s.
+
+    Returns steps_per_second of the steady state, start_up_s (imports, building, compilation: the time to the first
+    mark, less what its steps take at that speed), wall_s and wall_s_1m: the process's wall time, and that for 1M steps.
+    """
+    (first_step, first), (last_step, last) = marks[0], marks[-1]
+    speed = (last_step - first_step) / (last - first)
+    wall = ended - started
+    return {"steps": last_step, "steps_per_second": speed, "start_up_s": first - started - first_step / speed,
+            "wall_s": wall, "wall_s_1m": wall + (FULL_STEPS - last_step) / speed}
+
+
+def measure(program, label, env_id, steps, seed, cache):
+    """Runs a program once in a folder of its own, compiler cache in cache; returns a row for the CSV."""
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "output.txt", "w") as output:
+        settings = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        settings |= {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+        started = time.time()
+        process = subprocess.Popen(command_of(program, env_id, steps, seed), cwd=folder, stdout=output, stderr=output,
+                                   env=os.environ | settings)
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        except KeyboardInterrupt:
+            process.kill()
+            raise
+        ended, process.returncode = time.time(), os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            tail = (Path(folder) / "output.txt").read_text()[-1000:]
+            sys.exit(f"error: {PROGRAMS[program]} failed with exit code {process.returncode}:\n{tail}")
+        row = {"round": label, "program": program, "env_id": env_id, "seed": seed}
+        row |= steady_state(read_marks(program, Path(folder)), started, ended)
+    row["peak_mb"] = usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)  # of the largest process
+    print(f"round {label}: {PROGRAMS[program]} {row['steps_per_second']:,.0f} steps/s, start-up {row['start_up_s']:.1f}"
+          f" s, whole process {row['wall_s']:.1f} s for {row['steps']:,} steps", flush=True)
+    return row
+
+
+def ratios(rows, column, above, below):
+    """Round by round, the column's value of program `above` divided by that of program `below`."""
+    value = {(row["round"], row["program"]): row[column] for row in rows}
+    return [x / value[label, below] for (label, program), x in value.items() if program == above]
+
+
+def spread(values, form):
+    """Median, min and max as three cells of a Markdown table."""
+    return " | ".join(format(f(values), form) for f in (median, min, max))
+
+
+def tables(rows):
+    """The Markdown tables of all rounds (not of --full)."""
+    lines = ["| | steps/s: median | min | max | start-up, s: first round | later | 1M steps, s: first round | later | "
+             "peak memory, MB |", "|---|" + "---:|" * 8]
+    for program, title in PROGRAMS.items():
+        runs = [row for row in rows if row["program"] == program]
+        times = [f"{median(column):.1f}" if column else "-" for name in ("start_up_s", "wall_s_1m")
+                 for column in ([run[name] for run in runs[:1]], [run[name] for run in runs[1:]])]
+        lines.append(f"| {title} | {spread([run['steps_per_second'] for run in runs], ',.0f')} | {' | '.join(times)} | "
+                     f"{max(run['peak_mb'] for run in runs):.0f} |")
+    lines += ["", "| ratio | median | min | max | round by round |", "|---|---:|---:|---:|---|"]
+    for name, *which in (("steps/s, PlainRL / SB3", "steps_per_second", "plainrl", "sb3"),
+                         ("steps/s, PlainRL / environment alone", "steps_per_second", "plainrl", "env"),
+                         ("1M steps, SB3's time / PlainRL's", "wall_s_1m", "sb3", "plainrl")):
+        found = ratios(rows, *which)
+        lines.append(f"| {name} | {spread(found, '.2f')} | {', '.join(f'{x:.2f}' for x in found)} |")
+    return "\n".join([*lines, "", "steps/s: steady state. 1M steps: whole process, projected from its wall time and "
+                      "steps/s. PlainRL compiles in the first round, and finds that in the compiler's cache later."])
+
+
+def machine():
+    """One line: versions, processor, cores and the load of the last minute, which should be near 0."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    processor = next((line.split(": ")[1] for line in info.splitlines() if line.startswith("model name")), "CPU")
+    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    return (f"python {platform.python_version()}, {versions}; {processor}, {os.cpu_count()} cores, "
+            f"{platform.platform()}; load before the first run {os.getloadavg()[0]:.2f}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each program (default 3)")
+    parser.add_argument("--steps", type=int, default=61440, help="env steps of a run (default 61440)")
+    parser.add_argument("--env-id", default="HalfCheetah-v5", help="Gymnasium environment (default HalfCheetah-v5)")
+    parser.add_argument("--full", action="store_true", help="then really run 1M steps of each once, empty cache")
+    parser.add_argument("--csv", type=Path, help="write one row for each run to this file")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first round (default 1)")
+    parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return print(json.dumps(WORKERS[args.worker](args.env_id, args.steps, args.seed)))
+    args.steps = args.steps // NUM_STEPS * NUM_STEPS
+    if args.steps < 2 * NUM_STEPS or args.rounds < 1:
+        parser.error(f"the steady state needs --steps {2 * NUM_STEPS} (two iterations) or more, and one of --rounds")
+
+    machine_line, rows = machine(), []
+    with tempfile.TemporaryDirectory() as cache:
+        for i in range(args.rounds):
+            rows += [measure(name, i + 1, args.env_id, args.steps, args.seed + i, Path(cache, "rounds"))
+                     for name in PROGRAMS]
+        full = [measure(name, "full", args.env_id, FULL_STEPS // NUM_STEPS * NUM_STEPS, args.seed, Path(cache, "full"))
+                for name in ("plainrl", "sb3") if args.full]
+    if args.csv:
+        args.csv.parent.mkdir(parents=True, exist_ok=True)
+        with open(args.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, [*rows[0], "machine"])
+            writer.writeheader()
+            writer.writerows(row | {"machine": machine_line} for row in rows + full)
+    print(f"\n{tables(rows)}\n\n{machine_line}")
+    if full:
+        print(f"1M steps, whole process, really run: SB3 takes {ratios(full, 'wall_s', 'sb3', 'plainrl')[0]:.2f} times "
+              "as long as PlainRL")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What every test has: the scripts on sys.path, one thread, fixed seeds; run_script runs a script in this process."""
+
+import random
+import signal
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds():
+    torch.set_num_threads(1)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def run_script(monkeypatch, tmp_path):
+    """run_script(path, *flags): `python path *flags` in an empty folder; returns the module with its variables."""
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.chdir(tmp_path)
+
+    def run(path, *flags):
+        module = types.ModuleType("__main__")
+        module.__file__ = str(path)
+        monkeypatch.setitem(sys.modules, "__main__", module)
+        monkeypatch.setattr(sys, "argv", [str(path), *flags])
+        try:
+            exec(compile(Path(path).read_text(), path, "exec"), vars(module))
+        except SystemExit as stop:
+            assert not stop.code
+        return module
+
+    yield run
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)

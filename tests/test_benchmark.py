@@ -1,0 +1,156 @@
+"""benchmark.collect on run folders made by hand, and the arithmetic of benchmark.speed."""
+
+import csv
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from stable_baselines3 import PPO
+
+import ppo_continuous_action
+from benchmark import collect, speed
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULTS = asdict(ppo_continuous_action.Args())
+
+
+def make_run(folder, seed, returns, evaluation=None, **flags):
+    """A run's folder with one episode of 1,000 steps and 0.5 s for each of returns."""
+    folder.mkdir(parents=True)
+    config = {"args": DEFAULTS | {"seed": seed, "run_name": folder.name} | flags, "git_commit": "abc",
+              "command": ["ppo_continuous_action.py", "--seed", str(seed)], "versions": {"torch": "1.2.3"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    lines = [f"{1000 * (i + 1)},{0.5 * (i + 1)},0,{x},1000,truncation\n" for i, x in enumerate(returns)]
+    (folder / "episodes.csv").write_text("global_step,wall_seconds,env,return,length,ended_by\n" + "".join(lines))
+    if evaluation:
+        (folder / "evaluation.json").write_text(json.dumps({"returns": evaluation, "lengths": [1000, 1000]}))
+    return folder
+
+
+def run_collect(*args):
+    return subprocess.run([sys.executable, "-m", "benchmark.collect", *map(str, args)], cwd=ROOT, capture_output=True,
+                          text=True)
+
+
+def test_collect_row_of_a_finished_run(tmp_path):
+    """Means are of the last 100 and 20 episodes only, speed is steps by wall time, the deviation has ddof=0."""
+    returns = [9999.0] * 50 + [1.0] * 80 + [11.0] * 20
+    row = collect.read_run(make_run(tmp_path / "a", 7, returns, [1.0, 3.0], learning_rate=0.001, anneal_lr=False))
+    assert row["status"] == "finished"
+    assert (row["env_id"], row["seed"], row["steps"], row["episodes"]) == ("HalfCheetah-v5", 7, 150_000, 150)
+    assert row["flags"] == "--learning-rate 0.001 --no-anneal-lr"
+    assert (row["last_100"], row["last_20"]) == (pytest.approx(3.0), pytest.approx(11.0))
+    assert (row["evaluation_mean"], row["evaluation_std"], row["evaluation_episodes"]) == (2.0, 1.0, 2)
+    assert (row["steps_per_second"], row["wall_seconds"]) == (2000.0, 75.0)
+    assert (row["versions"], row["git_commit"]) == ("torch=1.2.3", "abc")
+    assert row["command"] == "python ppo_continuous_action.py --seed 7"
+
+
+def test_collect_names_unfinished_runs_and_leaves_them_out_of_means(tmp_path):
+    """What a user sees: two seeds averaged, the killed run and the run without an episode named, all in the CSV."""
+    make_run(tmp_path / "runs" / "one", 1, [10.0], [100.0, 100.0])
+    make_run(tmp_path / "runs" / "two", 2, [20.0], [200.0, 200.0])
+    make_run(tmp_path / "runs" / "killed", 3, [5000.0, 5000.0])
+    make_run(tmp_path / "runs" / "young", 4, [])
+    make_run(tmp_path / "runs" / "other", 5, [7.0], [8.0, 8.0], init_log_std=-0.5)
+    (tmp_path / "runs" / "broken").mkdir()
+    done = run_collect(tmp_path / "runs", "--out", tmp_path / "results" / "out.csv")
+    assert done.returncode == 0, done.stderr
+    lines = {line.split(" | ")[1]: line for line in done.stdout.splitlines() if line.startswith("| HalfCheetah")}
+    assert set(lines) == {"defaults", "--init-log-std -0.5"}
+    assert "| 2: 1 2 | 15.0 +- 5.0 | 150.0 +- 50.0 | 2,000 |" in lines["defaults"]
+    assert "| 2 killed (step 2000), young (step 0) |" in lines["defaults"]
+    assert "| 1: 5 | 7.0 +- 0.0 | 8.0 +- 0.0 |" in lines["--init-log-std -0.5"]
+    assert "ddof=0" in done.stdout and "broken (FileNotFoundError" in done.stdout
+    with open(tmp_path / "results" / "out.csv") as file:
+        status = {row["run"]: (row["status"], row["last_100"], row["evaluation_mean"]) for row in csv.DictReader(file)}
+    assert status["killed"] == ("unfinished", "5000.0", "") and status["young"] == ("unfinished", "", "")
+    assert status["one"] == ("finished", "10.0", "100.0") and len(status) == 5
+
+
+def test_collect_reads_a_run_that_is_being_written(tmp_path):
+    """Half a last line of episodes.csv and half an evaluation.json are not there yet."""
+    run = make_run(tmp_path / "a", 1, [1.0, 2.0])
+    with open(run / "episodes.csv", "a") as file:
+        file.write("3000,1.5,0,-12")
+    (run / "evaluation.json").write_text('{"returns": [1.0')
+    row = collect.read_run(run)
+    assert (row["status"], row["steps"], row["last_100"]) == ("unfinished", 2000, 1.5)
+
+
+def test_collect_without_runs_fails(tmp_path):
+    assert run_collect(tmp_path).returncode == 1
+    missing = run_collect(tmp_path / "missing")
+    assert missing.returncode == 2 and "no such folder" in missing.stderr
+
+
+def test_collect_imports_no_script_from_elsewhere():
+    """The command of a stranger's config.json is no path to code that is run."""
+    assert collect.script_defaults(["/tmp/json.py"]) == {}
+    assert collect.script_defaults(["elsewhere/ppo_continuous_action.py"]) == DEFAULTS
+
+
+def test_speed_steady_state():
+    """1,000 steps by 10 s after the first mark; the first 2,048 steps at that speed are no part of the start-up."""
+    marks = [(2048, 130.48), (4096, 140.0), (12048, 230.48)]
+    assert speed.steady_state(marks, started=100.0, ended=240.0) == pytest.approx(
+        {"steps": 12048, "steps_per_second": 100.0, "start_up_s": 10.0, "wall_s": 140.0, "wall_s_1m": 140 + 9879.52})
+
+
+def test_speed_ratios_pair_runs_of_one_round():
+    rows = [{"round": r, "program": p, "x": x} for r, p, x in
+            [(1, "a", 8.0), (1, "b", 2.0), (2, "b", 10.0), (2, "a", 30.0), (3, "a", 6.0), (3, "b", 6.0)]]
+    assert speed.ratios(rows, "x", "a", "b") == [4.0, 3.0, 1.0]
+    assert speed.spread([4.0, 3.0, 1.0], ".1f") == "3.0 | 1.0 | 4.0"
+
+
+def test_speed_tables():
+    """One line for each program and each ratio; the median of the later rounds leaves the first, compiling, one out."""
+    rows = [{"round": r, "program": p, "steps_per_second": v * s, "start_up_s": 10.0 * (3 - r), "wall_s_1m": 1e4 / v,
+             "peak_mb": 50.0 * r}
+            for r, s in ((1, 1), (2, 3)) for p, v in (("plainrl", 800), ("sb3", 100), ("env", 1600))]
+    text = speed.tables(rows)
+    assert "| PlainRL | 1,600 | 800 | 2,400 | 20.0 | 10.0 | 12.5 | 12.5 | 100 |" in text
+    assert "| steps/s, PlainRL / SB3 | 8.00 | 8.00 | 8.00 | 8.00, 8.00 |" in text
+    assert "| steps/s, PlainRL / environment alone | 0.50 |" in text
+    assert "| 1M steps, SB3's time / PlainRL's | 8.00 |" in text
+
+
+def test_speed_reads_marks_of_a_script_from_its_events(tmp_path):
+    """Steps and wall times of charts/SPS, all of them, and nothing else."""
+    writer = ppo_continuous_action.SummaryWriter(tmp_path / "runs" / "speed")
+    for i in range(1, 12_001):  # TensorBoard's reader keeps a sample of 10,000 unless told
+        writer.add_scalar("charts/SPS", 0, 2048 * i, walltime=100.0 + i)
+        writer.add_scalar("charts/learning_rate", 0, 1, walltime=0.0)
+    writer.close()
+    assert speed.read_marks("plainrl", tmp_path) == [(2048 * i, 100.0 + i) for i in range(1, 12_001)]
+
+
+def test_speed_of_the_environment_alone_as_a_user_runs_it():
+    """The worker's output gives the marks: no steps at first, all at the end, later."""
+    done = subprocess.run(speed.command_of("env", "Pendulum-v1", 500, 1), capture_output=True, text=True)
+    (first_step, first), (last_step, last) = json.loads(done.stdout)
+    assert (first_step, last_step) == (0, 500) and last > first
+
+
+def test_speed_sb3_has_the_scripts_hyper_parameters(monkeypatch):
+    """Each default of the script that SB3's PPO shares has the same value there."""
+    made, learn = [], PPO.learn
+    monkeypatch.setattr(PPO, "learn", lambda self, steps: made.append(self) or learn(self, steps))
+    marks = speed.work_sb3("Pendulum-v1", 4096, 1)
+    assert [step for step, _ in marks] == [2048, 4096]
+    sb3, args = made[0], ppo_continuous_action.Args()
+    assert sb3._n_updates == 2 * args.update_epochs  # it really learns while it is timed
+    assert (sb3.n_envs, sb3.n_steps, sb3.batch_size) == (args.num_envs, args.num_steps,
+                                                         args.batch_size // args.num_minibatches)
+    assert (sb3.n_epochs, sb3.gamma, sb3.gae_lambda) == (args.update_epochs, args.gamma, args.gae_lambda)
+    assert (sb3.clip_range(1.0), sb3.clip_range_vf(1.0)) == (args.clip_coef, args.clip_coef)
+    assert (sb3.ent_coef, sb3.vf_coef, sb3.max_grad_norm) == (args.ent_coef, args.vf_coef, args.max_grad_norm)
+    assert (sb3.lr_schedule(1.0), sb3.lr_schedule(0.5)) == (args.learning_rate, args.learning_rate / 2)
+    assert sb3.normalize_advantage == args.norm_adv and sb3.policy.log_std_init == args.init_log_std
+    assert sb3.env.norm_obs and sb3.env.norm_reward and sb3.env.gamma == args.gamma
+    shapes = {tuple(p.shape) for p in sb3.policy.mlp_extractor.parameters()}
+    assert shapes == {(64, 3), (64,), (64, 64)} and sb3.policy.optimizer.defaults["eps"] == 1e-5

@@ -1,0 +1,817 @@
+"""ppo_continuous_action.py, detail by detail (G1 to G11, M1 to M8, X1, X3), and against independent implementations."""
+
+import io
+import json
+import math
+import shutil
+import sys
+from dataclasses import replace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict
+from stable_baselines3 import PPO
+from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+import ppo_continuous_action as ppo
+
+
+class Noise(gym.Env):
+    """Observations and rewards are noise, seldom a hundred times as large; a fifth of the steps ends the episode.
+
+    Keeps the actions and the seeds that it is given.
+    """
+
+    observation_space = Box(-np.inf, np.inf, (3,), np.float64)
+
+    def __init__(self, render_mode=None, low=-1.0, high=1.0, shape=(2,), dtype=np.float32):
+        self.action_space = Box(low, high, shape, dtype)
+        self.actions, self.seeds = [], []
+
+    def outlier(self):
+        return 100.0 if self.np_random.random() < 0.02 else 1.0
+
+    def observe(self):
+        return self.np_random.normal((0, 5, -3), (1, 10, 0.1)) * self.outlier()
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.seeds.append(seed)
+        return self.observe(), {}
+
+    def step(self, action):
+        self.actions.append(action.copy())
+        reward = np.float32((self.np_random.normal() + action.sum()) * self.outlier())
+        terminated, truncated = self.np_random.random(2) < 0.1
+        return self.observe(), reward, bool(terminated), bool(truncated), {}
+
+
+class DictNoise(Noise):
+    observation_space = Dict(b=Box(-np.inf, np.inf, (1,), np.float64), a=Box(-np.inf, np.inf, (2, 1), np.float64))
+
+    def observe(self):
+        obs = super().observe()
+        return {"b": obs[:1], "a": obs[1:, None]}
+
+
+class Forgetful(Noise):
+    """What it shows depends on how often anything was ever observed: no replay brings it back."""
+
+    observed = 0
+
+    def observe(self):
+        Forgetful.observed += 1
+        return super().observe() + Forgetful.observed
+
+
+class Counter(Noise):
+    """The observation is the number of steps since the reset, the reward too."""
+
+    observation_space = Box(0, np.inf, (1,), np.float64)
+
+    def reset(self, seed=None, options=None):
+        self.count = -1
+        return super().reset(seed=seed)
+
+    def observe(self):
+        self.count += 1
+        return np.array([self.count], np.float64)
+
+    def step(self, action):
+        return self.observe(), self.count, False, False, {}
+
+
+class Scripted(Noise):
+    """Rewards 1, -2, 4 and so on; the second step terminates, the fourth truncates."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        return self.observe(), (-2.0) ** (self.steps - 1), self.steps == 2, self.steps == 4, {}
+
+
+class Identity(gym.Env):
+    """One step an episode; the reward is highest where the action equals the observation."""
+
+    observation_space, action_space = Box(-1, 1, (1,)), Box(-2, 2, (1,))
+
+    def __init__(self, render_mode=None):
+        pass
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.obs = self.np_random.uniform(-1, 1, 1).astype(np.float32)
+        return self.obs, {}
+
+    def step(self, action):
+        return self.obs, -float(((action - self.obs) ** 2).sum()), True, False, {}
+
+
+BOUNDS = {
+    "Symmetric-v0": {},
+    "Asymmetric-v0": {"low": np.array([-0.1, 0.2], np.float32), "high": np.array([0.3, 2.0], np.float32)},
+    "Unbounded-v0": {"low": -np.inf, "high": np.inf},
+    "Shaped-v0": {"shape": (2, 3)},
+    "Double-v0": {"dtype": np.float64},
+}
+for name, kwargs in BOUNDS.items():
+    gym.register(name, Noise, kwargs=kwargs)
+for env_class in (Noise, DictNoise, Forgetful, Scripted, Identity):
+    gym.register(f"{env_class.__name__}-v0", env_class)
+gym.register("Counter-v0", Counter, max_episode_steps=8)
+
+
+class Outputs(nn.Module):
+    """An agent whose parameters are its outputs, so that the gradient in them is the gradient in the outputs."""
+
+    def __init__(self, logprobs, values):
+        super().__init__()
+        self.logprobs, self.values = (nn.Parameter(torch.tensor(x)) for x in (logprobs, values))
+        self.entropy = nn.Parameter(torch.full((len(logprobs),), 3.0))
+
+    def forward(self, obs, actions):
+        return self.logprobs, self.entropy, self.values
+
+
+def loss_of_outputs(ratios, advantages, values, old_values, returns, **flags):
+    """ppo_loss for these outputs of a network, with the clip range 0.2 whatever the flags say.
+
+    Returns the loss, METRICS, and the gradients in logprobs, values and entropy.
+    """
+    agent = Outputs([-1.0] * len(ratios), values)
+    data = {"logprobs": -1.0 - np.log(ratios), "advantages": advantages, "values": old_values, "returns": returns}
+    batch = {name: torch.tensor(x, dtype=torch.float32) for name, x in data.items()} | {"obs": None, "actions": None}
+    params = flat(agent).requires_grad_()
+    loss, metrics = ppo.ppo_loss(params, agent, batch, torch.tensor(0.2), ppo.Args(**flags))
+    grads = torch.autograd.grad(loss, params)[0].view(3, -1)
+    return loss.item(), dict(zip(ppo.METRICS, metrics.tolist())), *grads
+
+
+def flat(agent):
+    return nn.utils.parameters_to_vector(agent.parameters()).detach()
+
+
+def adam_state(params):
+    return {"exp_avg": torch.zeros_like(params), "exp_avg_sq": torch.zeros_like(params), "step": torch.tensor(0.0)}
+
+
+def make_batch(agent, size, off_policy=0.3):
+    """Random data for agent; off_policy: how far its log-probabilities and values are from those in the batch."""
+    obs, actions = torch.randn(size, agent.critic[0].in_features), torch.randn(size, agent.actor_logstd.shape[1])
+    with torch.no_grad():
+        logprobs, _, values = agent(obs, actions)
+    return {"obs": obs, "actions": actions, "logprobs": logprobs + off_policy * torch.randn(size),
+            "values": values + off_policy * torch.randn(size), "advantages": torch.randn(size),
+            "returns": torch.randn(size)}
+
+
+def learn(agent, batch, args, function=ppo.update_minibatches):
+    """ppo.update from fresh optimizer state: returns the parameters, the optimizer and METRICS."""
+    params = flat(agent)
+    optimizer, lr = adam_state(params), torch.tensor(args.learning_rate)
+    metrics = ppo.update(function, params, optimizer, agent, batch, lr, torch.tensor(args.clip_coef), args)
+    return params, optimizer, metrics
+
+
+def args_for(batch_size, **flags):
+    return ppo.Args(num_steps=batch_size, **flags)
+
+
+def raw_gradient(agent, batch, args):
+    return torch.func.grad(ppo.ppo_loss, has_aux=True)(flat(agent), agent, batch, torch.tensor(args.clip_coef), args)[0]
+
+
+def identity_stats(dim):
+    """Observation statistics that change nothing."""
+    stats = ppo.RunningMeanStd((dim,))
+    stats.var = np.full(dim, 1 - 1e-8)
+    return stats
+
+
+def quadratic_advantages(rewards, values, next_values, terminations, dones, gamma, gae_lambda):
+    """The exponentially weighted mean of all n-step advantages, one sum for each step: the definition of GAE."""
+    advantages = np.zeros(rewards.shape)
+    for start, env in np.ndindex(rewards.shape):
+        reward_sum, weight = 0.0, 1.0
+        for n, step in enumerate(range(start, len(rewards)), 1):
+            reward_sum += gamma ** (n - 1) * float(rewards[step, env])
+            bootstrap = 0.0 if terminations[step, env] else gamma**n * float(next_values[step, env])
+            last = dones[step, env] or step == len(rewards) - 1
+            share = weight if last else weight * (1 - gae_lambda)
+            advantages[start, env] += share * (reward_sum + bootstrap - float(values[start, env]))
+            weight *= gae_lambda
+            if last:
+                break
+    return advantages
+
+
+def test_defaults_are_the_constants_of_baselines():
+    expected = {
+        "clip_coef": 0.2, "gamma": 0.99, "gae_lambda": 0.95, "norm_adv": True, "clip_vloss": True, "vf_coef": 0.5,
+        "ent_coef": 0.0, "learning_rate": 3e-4, "anneal_lr": True, "update_epochs": 10, "num_minibatches": 32,
+        "max_grad_norm": 0.5, "num_envs": 1, "num_steps": 2048, "init_log_std": 0.0, "anneal_clip": False,
+        "target_kl": None, "bootstrap_truncated": True,
+    }
+    args = vars(ppo.Args())
+    assert {name: args[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("advantage, ratio, flat_there", [
+    (1.0, 1.21, True), (1.0, 1.19, False), (1.0, 0.5, False),
+    (-1.0, 0.79, True), (-1.0, 0.81, False), (-1.0, 2.0, False),
+])
+def test_g1_policy_gradient_is_zero_exactly_where_the_ratio_has_left_the_band(advantage, ratio, flat_there):
+    flags = {"norm_adv": False, "clip_coef": 0.7}  # the annealed clip range counts, not the flag
+    loss, metrics, grad, *_ = loss_of_outputs([ratio], [advantage], [0.0], [0.0], [0.0], **flags)
+    clipped = np.clip(ratio, 0.8, 1.2) if flat_there else ratio
+    assert loss == metrics["policy_loss"] == pytest.approx(-advantage * clipped)
+    assert grad.item() == pytest.approx(0.0 if flat_there else -advantage * ratio, abs=0.0, rel=1e-5)
+    assert metrics["clipfrac"] == float(abs(ratio - 1) > 0.2)
+
+
+def test_g1_kl_metrics_are_the_two_estimates():
+    ratios = np.array([0.5, 1.5, 3.0])
+    _, metrics, *_ = loss_of_outputs(ratios, [0.0] * 3, [0.0] * 3, [0.0] * 3, [0.0] * 3)
+    assert metrics["old_approx_kl"] == pytest.approx(-np.log(ratios).mean(), rel=1e-5)
+    assert metrics["approx_kl"] == pytest.approx((ratios - 1 - np.log(ratios)).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("bootstrap, expected", [(True, [1.843475, 0.95]), (False, [-2.812, -4.0])])
+def test_g2_golden_case(bootstrap, expected):
+    rewards, values, next_values = np.ones(4), np.array([5.0, 5, 20, 20]), np.array([5.0, 5, 20, 20])
+    truncated = np.array([False, True, False, False])
+    columns = (x[:, None] for x in (rewards, values, next_values, truncated & (not bootstrap), truncated))
+    advantages = ppo.compute_advantages(*columns, 0.99, 0.95)
+    np.testing.assert_allclose(advantages[:, 0], [*expected, 1.5524, 0.8], rtol=1e-10)
+
+
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.95, 1.0])
+def test_g2_advantages_equal_a_quadratic_sum(gae_lambda):
+    rng = np.random.default_rng(0)
+    rewards, values, next_values = rng.normal(size=(3, 40, 5))
+    terminations, truncations = rng.random((2, 40, 5)) < 0.1
+    dones = terminations | truncations
+    next_values[:-1] = np.where(dones[:-1], next_values[:-1], values[1:])
+    data = (rewards, values, next_values, terminations, dones, 0.99, gae_lambda)
+    np.testing.assert_allclose(ppo.compute_advantages(*data), quadratic_advantages(*data), rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture(params=["--bootstrap-truncated", "--no-bootstrap-truncated"])
+def one_iteration(request, run_script):
+    """The script after one iteration in which the weights stay as they are."""
+    flags = ("--env-id Noise-v0 --num-envs 3 --num-steps 40 --total-timesteps 120 --num-minibatches 4 --gamma 0.9 "
+             "--gae-lambda 0.8 --learning-rate 1e-20 --init-log-std -0.5 --eval-episodes 1 --no-compile").split()
+    return run_script(ppo.__file__, *flags, request.param)
+
+
+def test_g2_a_run_bootstraps_truncations_from_their_final_observation(one_iteration):
+    run = one_iteration
+    for kind, flags in (("termination", run.terminations), ("truncation", run.truncations)):
+        ends = [[step, env] for step, env, _, _, ended_by, _ in run.episodes if ended_by == kind]
+        assert ends and np.argwhere(flags).tolist() == ends
+    with torch.no_grad():
+        values = run.agent.critic(torch.from_numpy(run.obs))[..., 0].numpy()
+        next_values = np.concatenate((values[1:], run.agent.critic(torch.from_numpy(run.envs.obs)).numpy().T))
+        for step, env, *_, final_obs in run.episodes:
+            next_values[step, env] = run.agent.critic(torch.from_numpy(final_obs)).item()
+    assert run.truncations[-1].any()
+    dones = run.terminations | run.truncations
+    terminal = run.terminations if run.args.bootstrap_truncated else dones
+    expected = quadratic_advantages(run.rewards, values, next_values, terminal, dones, 0.9, 0.8)
+    np.testing.assert_allclose(run.batch["advantages"].view(40, 3), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(run.batch["returns"].view(40, 3), expected + values, rtol=1e-4, atol=1e-5)
+
+
+def test_m5_m8_a_run_takes_the_log_probabilities_of_the_raw_actions(one_iteration):
+    run = one_iteration
+    batch = run.batch
+    assert run.envs.gamma == 0.9
+    assert torch.equal(run.agent.actor_logstd, torch.full((1, 2), -0.5))
+    for name in ("obs", "actions"):
+        assert torch.equal(batch[name].view(40, 3, -1), torch.from_numpy(getattr(run, name)))
+    assert (batch["actions"].abs() > 1).any()
+    assert all(np.abs(env.unwrapped.actions).max() <= 1 for env in run.envs.envs)
+    with torch.no_grad():
+        logprobs, _, values = run.agent(batch["obs"], batch["actions"])
+    torch.testing.assert_close(batch["logprobs"], logprobs)
+    torch.testing.assert_close(batch["values"], values)
+
+
+def test_g3_advantages_are_normalised_in_each_minibatch(monkeypatch):
+    monkeypatch.setattr(torch, "randperm", torch.arange)
+    agent, args = ppo.Agent(3, 2), args_for(64, num_minibatches=2, update_epochs=1)
+    batch = make_batch(agent, 64)
+    shifted = batch["advantages"].clone()
+    shifted[32:] = 10 * shifted[32:] + 100
+    plain, _, _ = learn(agent, batch, args)
+    changed, _, _ = learn(agent, batch | {"advantages": shifted}, args)
+    torch.testing.assert_close(changed, plain, rtol=0, atol=1e-6)
+    other, _, _ = learn(agent, batch | {"advantages": shifted}, replace(args, norm_adv=False))
+    assert (other - plain).abs().max() > 1e-4
+
+
+def test_g3_normalised_advantages_are_golden():
+    ratios, zeros = [1.1, 0.9, 1.0], [0.0] * 3
+    loss, *_ = loss_of_outputs(ratios, [2.0, -2.0, 3.0], zeros, zeros, zeros)
+    assert loss == pytest.approx(-np.mean(np.array([1.0, -3.0, 2.0]) / math.sqrt(7) * ratios), rel=1e-5)
+    loss, *_ = loss_of_outputs([1.1, 0.9], [0.0, 2e-8], zeros[:2], zeros[:2], zeros[:2])
+    assert loss == pytest.approx(0.1 / (1 + math.sqrt(2)), rel=1e-5)
+
+
+@pytest.mark.parametrize("value, old_value, ret, clip_vloss, loss, grad", [
+    (0.1, 0.0, 1.0, True, 0.405, -0.9),  # inside the band
+    (0.5, 0.0, 1.0, True, 0.32, 0.0),  # above the band and nearer to the return
+    (0.5, 0.0, -1.0, True, 1.125, 1.5),  # above the band and farther from the return
+    (-0.5, 0.0, -1.0, True, 0.32, 0.0),
+    (-0.5, 0.0, 1.0, True, 1.125, -1.5),
+    (1.5, 1.0, 2.0, True, 0.32, 0.0),
+    (0.5, 0.0, 1.0, False, 0.125, -0.5),
+])
+def test_g4_value_loss_is_half_the_larger_of_clipped_and_unclipped(value, old_value, ret, clip_vloss, loss, grad):
+    data = ([1.0, 1.0], [0.0, 0.0], [value] * 2, [old_value] * 2, [ret] * 2)
+    _, metrics, _, value_grad, _ = loss_of_outputs(*data, clip_coef=0.7, clip_vloss=clip_vloss, vf_coef=1.0)
+    assert metrics["value_loss"] == pytest.approx(loss, rel=1e-5)
+    np.testing.assert_allclose(value_grad, [grad / 2] * 2, rtol=1e-5, atol=0)
+
+
+def test_g4_the_maximum_is_taken_before_the_mean():
+    data = ([1.0, 1.0], [0.0, 0.0], [0.5, 0.5], [0.0, 0.0], [1.0, -1.0])
+    assert loss_of_outputs(*data)[1]["value_loss"] == pytest.approx((0.32 + 1.125) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ({}, -2.2 + 0.5 * 0.405), ({"ent_coef": 0.01, "vf_coef": 0.25}, -2.2 - 0.01 * 3.0 + 0.25 * 0.405),
+])
+def test_g5_loss_is_the_sum_of_its_three_parts(flags, expected):
+    loss, metrics, _, _, entropy_grad = loss_of_outputs([1.1], [2.0], [0.1], [0.0], [1.0], norm_adv=False, **flags)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert metrics["entropy"] == 3.0
+    assert entropy_grad.item() == pytest.approx(-flags.get("ent_coef", 0.0))
+
+
+@pytest.mark.parametrize("flag, lr_fractions, clip_fractions", [
+    ("--anneal-clip", [1, 0.75, 0.5, 0.25], [1, 0.75, 0.5, 0.25]), ("--no-anneal-lr", [1] * 4, [1] * 4),
+])
+def test_g6_x1_learning_rate_and_clip_range_fall_to_an_nth(run_script, monkeypatch, flag, lr_fractions, clip_fractions):
+    used = []
+
+    def adam(*tensors, lr, **constants):
+        used.append((lr.item(), sys.modules["__main__"].clip_coef.item()))
+
+    monkeypatch.setattr(sys.modules["torch.optim.adam"], "adam", adam)
+    run_script(ppo.__file__, "--env-id", "Noise-v0", "--num-steps", "8", "--num-minibatches", "2",
+               "--update-epochs", "3", "--total-timesteps", "39", "--eval-episodes", "1", "--no-compile",
+               "--run-name", "run", flag)
+    np.testing.assert_allclose(used, np.repeat(np.c_[lr_fractions, clip_fractions], 6, 0) * (3e-4, 0.2), rtol=1e-6)
+    logged = [scalar.value for scalar in read_scalars("charts/learning_rate")]
+    np.testing.assert_allclose(logged, 3e-4 * np.array(lr_fractions), rtol=1e-6)
+
+
+def read_scalars(tag):
+    events = EventAccumulator("runs/run")
+    events.Reload()
+    return events.Scalars(tag)
+
+
+@pytest.mark.parametrize("num_minibatches", [5, 6, 8])
+def test_g7_every_epoch_is_a_new_permutation_in_minibatches(num_minibatches):
+    args, calls = args_for(120, num_minibatches=num_minibatches, update_epochs=3), []
+
+    def spy(params, optimizer, agent, batch, indices, lr, clip_coef, args):
+        calls.append(indices)
+        return ppo.update_minibatches(params, optimizer, agent, batch, indices, lr, clip_coef, args)
+
+    agent = ppo.Agent(3, 2)
+    _, optimizer, _ = learn(agent, make_batch(agent, 120), args, spy)
+    assert optimizer["step"] == 3 * num_minibatches
+    minibatches = torch.cat(calls)
+    assert minibatches.shape == (3 * num_minibatches, 120 // num_minibatches)
+    epochs = minibatches.view(3, 120)
+    assert torch.equal(epochs.sort(1).values, torch.arange(120).expand(3, 120))
+    assert len({tuple(epoch) for epoch in [*epochs.tolist(), list(range(120))]}) == 4
+
+
+def test_g7_each_minibatch_is_one_step_on_its_own_rows():
+    agent, args, lr, clip = ppo.Agent(3, 2), args_for(24), torch.tensor(3e-4), torch.tensor(0.2)
+    batch, indices = make_batch(agent, 24), torch.randperm(24).view(3, 8)
+    together, apart = flat(agent), flat(agent)
+    state, state_apart = adam_state(together), adam_state(apart)
+    total = ppo.update_minibatches(together, state, agent, batch, indices, lr, clip, args)
+    total_apart = 0
+    for row in indices:
+        part = {name: x[row] for name, x in batch.items()}
+        order = torch.arange(8)[None]
+        total_apart = total_apart + ppo.update_minibatches(apart, state_apart, agent, part, order, lr, clip, args)
+    assert torch.equal(together, apart) and torch.equal(total, total_apart)
+
+
+@pytest.mark.parametrize("scale, norm", [(1e4, 0.5), (1e-3, None)])
+def test_g8_gradient_of_actor_and_critic_is_clipped_to_one_norm(scale, norm):
+    agent, args = ppo.Agent(3, 2), args_for(32, num_minibatches=1, update_epochs=1, norm_adv=False)
+    batch = make_batch(agent, 32)
+    batch |= {"advantages": batch["advantages"] * scale, "returns": batch["values"] + batch["returns"] * scale}
+    grad = raw_gradient(agent, batch, args)
+    expected = grad if norm is None else grad / grad.norm() * norm
+    _, optimizer, _ = learn(agent, batch, args)
+    torch.testing.assert_close(optimizer["exp_avg"] * 10, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_g9_layers_are_orthogonal_with_their_gains_and_no_bias():
+    agent = ppo.Agent(17, 6)
+    for network, gain in ((agent.actor_mean, 0.01), (agent.critic, 1.0)):
+        for layer, expected in zip(network[::2], (math.sqrt(2), math.sqrt(2), gain), strict=True):
+            weight = layer.weight if layer.out_features <= layer.in_features else layer.weight.T
+            torch.testing.assert_close(weight @ weight.T, expected**2 * torch.eye(len(weight)), rtol=1e-4,
+                                       atol=1e-5 * expected**2)
+            assert not layer.bias.any()
+
+
+def test_g10_rollouts_are_segments_of_fixed_length_that_go_on_where_the_last_ended():
+    envs, agent = ppo.Envs("Counter-v0", 2, 1, obs_stats=identity_stats(1)), ppo.Agent(1, 2)
+    segments = [ppo.rollout(agent, envs, 5) for _ in range(3)]
+    seen = np.stack([segment[0] for segment in segments])
+    expected = np.array([[0, 1, 2, 3, 4], [5, 6, 7, 0, 1], [2, 3, 4, 5, 6]])
+    assert np.array_equal(seen, np.broadcast_to(expected[:, :, None, None], (3, 5, 2, 1)))
+    assert [segment[4].sum() for segment in segments] == [0, 2, 0] and segments[1][4][2].all()
+    assert not any(segment[3].any() for segment in segments)
+    assert [episode[:5] for episode in segments[1][5]] == [(2, i, 36.0, 8, "truncation") for i in range(2)]
+    assert [episode[5].tolist() for episode in segments[1][5]] == [[8.0], [8.0]]
+
+
+def test_g11_steps_equal_those_of_adam_with_epsilon_1e_minus_5():
+    agent, args = ppo.Agent(3, 2), args_for(32, num_minibatches=1, update_epochs=3, max_grad_norm=1e-4)
+    batch = make_batch(agent, 32)
+    params, optimizer, _ = learn(agent, batch, args)
+    theirs = flat(agent).requires_grad_()
+    adam = torch.optim.Adam([theirs], lr=3e-4, eps=1e-5)
+    for _ in range(3):
+        loss, _ = ppo.ppo_loss(theirs, agent, batch, torch.tensor(0.2), args)
+        adam.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_([theirs], 1e-4)
+        adam.step()
+    torch.testing.assert_close(params, theirs.detach(), rtol=0, atol=1e-7)
+    assert (params - flat(agent)).abs().max() > 1e-6
+    torch.testing.assert_close(optimizer["exp_avg_sq"], adam.state[theirs]["exp_avg_sq"], rtol=1e-3, atol=1e-20)
+
+
+def test_m1_m2_m3_m4_normalisation_equals_vec_normalize():
+    envs = ppo.Envs("Noise-v0", 3, 5, gamma=0.9)
+    raw = DummyVecEnv([lambda: gym.make("Noise-v0", disable_env_checker=True)] * 3)
+    for env, env_seed in zip(raw.envs, np.random.SeedSequence(5).generate_state(3)):
+        env.reset(seed=int(env_seed))
+    theirs = VecNormalize(raw, gamma=0.9)
+    np.testing.assert_allclose(envs.obs, theirs.reset(), rtol=1e-6)
+    kinds, largest_obs, largest_reward, sums = set(), 0.0, 0.0, np.zeros(3)
+    for actions in np.random.default_rng(0).uniform(-1, 1, (300, 3, 2)).astype(np.float32):
+        rewards, episodes = envs.step(actions)
+        obs, their_rewards, dones, infos = theirs.step(actions)
+        sums += theirs.get_original_reward()
+        np.testing.assert_allclose(envs.obs, obs, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(rewards, their_rewards, rtol=1e-6)
+        np.testing.assert_allclose(envs.discounted_returns, theirs.returns, rtol=1e-12)
+        assert [episode[0] for episode in episodes] == list(np.flatnonzero(dones))
+        for i, episode_return, _, ended_by, final_obs in episodes:
+            np.testing.assert_allclose(final_obs, infos[i]["terminal_observation"], rtol=1e-6, atol=1e-7)
+            assert (ended_by == "truncation") == infos[i]["TimeLimit.truncated"]
+            assert episode_return == pytest.approx(sums[i], rel=1e-12)
+            kinds.add(ended_by)
+        sums[dones] = 0
+        largest_obs, largest_reward = max(largest_obs, abs(obs).max()), max(largest_reward, abs(rewards).max())
+    for ours, reference in ((envs.obs_stats, theirs.obs_rms), (envs.return_stats, theirs.ret_rms)):
+        for name in ("mean", "var", "count"):
+            np.testing.assert_allclose(getattr(ours, name), getattr(reference, name), rtol=1e-9)
+    assert kinds == {"termination", "truncation"} and largest_obs == largest_reward == 10.0
+
+
+def test_m1_statistics_are_golden():
+    stats = ppo.RunningMeanStd(())
+    assert stats.mean.dtype == stats.var.dtype == np.float64
+    stats.update(np.array([3.0]))
+    var = 0.0001 * (1.0001 + 9) / 1.0001**2
+    np.testing.assert_allclose((stats.mean, stats.var, stats.count), (3 / 1.0001, var, 1.0001), rtol=1e-12)
+    stats.mean, stats.var = np.ones(()), np.zeros(())
+    assert stats.normalize(np.array([1 + 1e-5])) == pytest.approx(0.1, rel=1e-6)
+
+
+def test_m1_statistics_count_the_observations_of_resets():
+    envs = ppo.Envs("Noise-v0", 3, 1)
+    np.testing.assert_allclose(envs.obs_stats.count, 3.0001, rtol=1e-12)
+    np.testing.assert_allclose(envs.obs_stats.mean, envs.raw_obs.sum(0) / 3.0001, rtol=1e-12)
+
+
+def test_m2_observations_are_clipped_to_10():
+    stats = ppo.RunningMeanStd((3,))
+    clipped = stats.normalize(np.array([[1e6, -11.0, 9.5]]))
+    np.testing.assert_allclose(clipped, [[10.0, -10.0, 9.5]], rtol=1e-6)
+    assert clipped.dtype == np.float32
+
+
+def test_m3_m4_rewards_are_golden_over_a_termination_and_a_truncation():
+    envs, gamma, seen, discounted = ppo.Envs("Scripted-v0", 1, 1, gamma=0.5), 0.5, [], 0.0
+    for step, ends in enumerate((False, True, False, True, False, False)):
+        reward = (-2.0) ** step
+        discounted = gamma * discounted + reward
+        seen.append(discounted)
+        count, mean = len(seen) + 1e-4, sum(seen) / (len(seen) + 1e-4)
+        var = (1e-4 + sum(x * x for x in seen)) / count - mean**2
+        expected = np.clip(reward / math.sqrt(var + 1e-8), -10, 10)
+        rewards, episodes = envs.step(np.zeros((1, 2)))
+        np.testing.assert_allclose(rewards, [expected], rtol=1e-7)
+        assert bool(episodes) == ends
+        discounted = 0.0 if ends else discounted
+        np.testing.assert_allclose(envs.discounted_returns, [discounted], rtol=1e-12)
+
+
+@pytest.mark.parametrize("action", [1e6, -1e6])
+def test_m4_rewards_are_clipped_to_10(action):
+    envs = ppo.Envs("Unbounded-v0", 1, 1)
+    for _ in range(200):
+        envs.step(np.zeros((1, 2)))
+    assert envs.step(np.full((1, 2), action))[0] == 10.0 * np.sign(action)
+
+
+def test_m5_log_probabilities_equal_those_of_a_multivariate_normal():
+    agent = ppo.Agent(3, 4)
+    agent.actor_logstd.data = torch.tensor([[-1.0, 0.0, 0.5, 1.0]])
+    obs, actions = torch.randn(20, 3), torch.randn(20, 4)
+    normal = torch.distributions.MultivariateNormal(agent.actor_mean(obs), torch.diag(agent.actor_logstd[0].exp() ** 2))
+    logprobs, entropy, values = agent(obs, actions)
+    torch.testing.assert_close(logprobs, normal.log_prob(actions), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, normal.entropy(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(values, agent.critic(obs)[:, 0])
+
+
+@pytest.mark.parametrize("given, expected", [((), 0.0), ((-0.5,), -0.5)])
+def test_m5_log_std_is_one_free_parameter_per_action_dimension(given, expected):
+    agent = ppo.Agent(3, 4, *given)
+    assert isinstance(agent.actor_logstd, nn.Parameter)
+    assert torch.equal(agent.actor_logstd.detach().flatten(), torch.full((4,), expected))
+    agent(torch.randn(5, 3), torch.randn(5, 4))[0].sum().backward()
+    assert agent.actor_logstd.grad.all()
+
+
+def test_m5_rollout_adds_noise_of_that_std_to_the_mean():
+    agent, envs = ppo.Agent(3, 2), ppo.Envs("Noise-v0", 3, 1)
+    agent.actor_logstd.data = torch.tensor([[-3.0, 1.0]])
+    agent.actor_mean[4].weight.data *= 100
+    torch.manual_seed(7)
+    obs, actions, *_ = ppo.rollout(agent, envs, 20)
+    torch.manual_seed(7)
+    noise = torch.randn(20, 3, 2) * torch.tensor([math.exp(-3), math.exp(1)])
+    torch.testing.assert_close(torch.from_numpy(actions), agent.actor_mean(torch.from_numpy(obs)).detach() + noise,
+                               rtol=1e-5, atol=1e-5)
+
+
+def test_m6_networks_are_two_tanh_layers_of_64():
+    agent = ppo.Agent(17, 6)
+    for network, outputs in ((agent.actor_mean, 6), (agent.critic, 1)):
+        assert [type(layer) for layer in network] == [nn.Linear, nn.Tanh, nn.Linear, nn.Tanh, nn.Linear]
+        assert [tuple(layer.weight.shape) for layer in network[::2]] == [(64, 17), (64, 64), (outputs, 64)]
+
+
+def test_m6_numpy_policy_equals_the_module_and_keeps_a_copy_of_its_weights():
+    agent, obs = ppo.Agent(17, 6), torch.randn(50, 17)
+    for layer in agent.actor_mean[::2]:
+        nn.init.normal_(layer.bias)
+    policy, expected = ppo.numpy_policy(agent.actor_mean), agent.actor_mean(obs).detach().numpy()
+    agent.actor_mean[4].weight.data.zero_()
+    np.testing.assert_allclose(policy(obs.numpy()), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_m7_policy_and_value_share_nothing():
+    agent = ppo.Agent(3, 2)
+    batch = make_batch(agent, 32)
+    slices = dict(zip((name for name, _ in agent.named_parameters()),
+                      torch.arange(flat(agent).numel()).split([p.numel() for p in agent.parameters()])))
+    critic = torch.cat([slices[name] for name in slices if name.startswith("critic.")])
+    actor = torch.cat([slices[name] for name in slices if name.startswith("actor_")])
+    value_grad = raw_gradient(agent, batch | {"advantages": torch.zeros(32)}, ppo.Args())
+    policy_grad = raw_gradient(agent, batch, ppo.Args(vf_coef=0.0))
+    assert len(critic) + len(actor) == flat(agent).numel()
+    assert not value_grad[actor].any() and value_grad[critic].any()
+    assert not policy_grad[critic].any() and policy_grad[actor].any()
+
+
+@pytest.mark.parametrize("env_id", BOUNDS)
+def test_m8_environment_gets_the_clipped_action_and_the_buffer_the_raw_one(env_id):
+    envs = ppo.Envs(env_id, 2, 1)
+    agent = ppo.Agent(envs.obs_dim, envs.action_dim, 1.0)
+    _, actions, *_ = ppo.rollout(agent, envs, 30)
+    space = envs.envs[0].action_space
+    low, high = space.low.ravel(), space.high.ravel()
+    assert actions.shape == (30, 2, space.low.size) and abs(actions.std() - math.e) < 0.5
+    for i, env in enumerate(envs.envs):
+        received = np.stack(env.unwrapped.actions)
+        assert received.dtype == space.dtype and received.shape[1:] == space.shape
+        np.testing.assert_allclose(received.reshape(30, -1), np.clip(actions[:, i], low, high), rtol=1e-6)
+
+
+@pytest.mark.parametrize("target_kl, epochs", [(0.02, 2), (None, 5), (1.0, 5), (1e-9, 1)])
+def test_x3_an_epoch_whose_mean_kl_is_past_the_target_is_the_last(target_kl, epochs):
+    kls = iter([0.0, 0.01, 0.035, 0.05, 0.02, 0.01] + [0.0] * 9)  # means of the epochs .015, .0267, 0, ...
+    steps = []
+
+    def step_minibatches(params, optimizer, agent, batch, indices, lr, clip_coef, args):
+        steps.append(next(kls))
+        metrics = torch.full((len(ppo.METRICS),), 7.0 * len(indices))
+        metrics[ppo.METRICS.index("approx_kl")] = steps[-1] * len(indices)
+        return metrics
+
+    agent = ppo.Agent(3, 2)
+    args = args_for(36, num_minibatches=6, update_epochs=5, target_kl=target_kl)
+    _, _, metrics = learn(agent, None, args, step_minibatches)
+    assert len(steps) == 3 * epochs
+    expected = dict.fromkeys(ppo.METRICS, 7.0) | {"approx_kl": np.mean(steps)}
+    assert dict(zip(ppo.METRICS, metrics.tolist())) == pytest.approx(expected, rel=1e-5)
+
+
+def sb3_parameters(policy):
+    """SB3's parameters in the order of Agent's."""
+    value_net, policy_net = policy.mlp_extractor.value_net, policy.mlp_extractor.policy_net
+    layers = (value_net[0], value_net[2], policy.value_net, policy_net[0], policy_net[2], policy.action_net)
+    return [policy.log_std, *(p for layer in layers for p in layer.parameters())]
+
+
+def test_oracle_update_equals_that_of_stable_baselines3(monkeypatch):
+    size, flags = 64, {"ent_coef": 0.01, "clip_vloss": False, "num_minibatches": 4, "update_epochs": 3}
+    agent = ppo.Agent(3, 2, -0.3)
+    names = [name for name, _ in agent.named_parameters()]
+    assert names[0] == "actor_logstd" and names[1].startswith("critic") and names[-1].startswith("actor_mean")
+    batch, before = make_batch(agent, size), flat(agent)
+    # its value loss is a mean of squares without the half
+    model = PPO("MlpPolicy", DummyVecEnv([lambda: gym.make("Noise-v0")]), n_steps=size, batch_size=16, n_epochs=3,
+                learning_rate=3e-4, ent_coef=0.01, vf_coef=0.25, max_grad_norm=0.5, device="cpu")
+    model.set_logger(Logger(None, []))
+    for theirs, ours in zip(sb3_parameters(model.policy), agent.parameters(), strict=True):
+        theirs.data = ours.detach().view(theirs.shape).clone()
+    buffer = model.rollout_buffer
+    twins = {"observations": "obs", "log_probs": "logprobs"}
+    for name in ("observations", "actions", "log_probs", "values", "advantages", "returns"):
+        setattr(buffer, name, batch[twins.get(name, name)].numpy().reshape(getattr(buffer, name).shape))
+    buffer.full = True
+    np.random.seed(3)
+    model.train()
+    monkeypatch.setattr(torch, "randperm", lambda n: torch.from_numpy(np.random.permutation(n)))
+    np.random.seed(3)
+    params, _, metrics = learn(agent, batch, args_for(size, **flags))
+    expected = torch.cat([p.detach().flatten() for p in sb3_parameters(model.policy)])
+    torch.testing.assert_close(params, expected, rtol=0, atol=1e-6)
+    assert (params - before).abs().max() > 1e-3
+    logged = model.logger.name_to_value
+    metrics = dict(zip(ppo.METRICS, metrics.tolist()))
+    for name, factor, their_name in (
+        ("policy_loss", 1, "policy_gradient_loss"), ("value_loss", 2, "value_loss"), ("entropy", -1, "entropy_loss"),
+        ("clipfrac", 1, "clip_fraction"),
+    ):
+        assert metrics[name] * factor == pytest.approx(logged[f"train/{their_name}"], rel=1e-4, abs=1e-6)
+
+
+def test_ratio_is_one_on_the_first_minibatch_of_every_update(run_script):
+    run_script(ppo.__file__, "--num-steps", "256", "--total-timesteps", "1024", "--num-minibatches", "1",
+               "--update-epochs", "1", "--learning-rate", "0.01", "--eval-episodes", "1", "--no-compile",
+               "--run-name", "run")
+    for tag, tolerance in (("approx_kl", 1e-6), ("old_approx_kl", 1e-5), ("clipfrac", 0.0)):
+        values = [scalar.value for scalar in read_scalars(f"losses/{tag}")]
+        np.testing.assert_allclose(values, np.zeros(4), atol=tolerance)
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+def test_compiled_update_equals_eager_over_50_minibatches():
+    agent, args = ppo.Agent(17, 6), args_for(640, num_minibatches=10, update_epochs=5)
+    batch = make_batch(agent, 640, off_policy=0.0)
+    function = ppo.compile_or_not(ppo.update_minibatches, args, torch.device("cpu"))
+    assert function is not ppo.update_minibatches
+    results = {}
+    for name, step_minibatches in (("eager", ppo.update_minibatches), ("compiled", function)):
+        torch.manual_seed(3)
+        results[name] = learn(agent, batch, args, step_minibatches)
+        first, params, lr = torch.randperm(640).view(10, 64)[:2], flat(agent), torch.tensor(0.0)
+        sums = step_minibatches(params, adam_state(params), agent, batch, first, lr, torch.tensor(0.2), args)
+        assert torch.equal(params, flat(agent))
+        assert sums[3:].abs().max() < 1e-5  # the ratio is 1: no KL divergence, nothing clipped
+    (eager, state, metrics), (compiled, compiled_state, compiled_metrics) = results.values()
+    assert state["step"] == compiled_state["step"] == 50
+    assert (eager - flat(agent)).abs().max() > 3e-3
+    torch.testing.assert_close(compiled, eager, rtol=0, atol=3e-6)
+    torch.testing.assert_close(compiled_metrics, metrics, rtol=1e-4, atol=1e-5)
+
+
+def test_dict_observations_are_flattened():
+    envs, env = ppo.Envs("DictNoise-v0", 1, 1), gym.make("DictNoise-v0")
+    env.reset(seed=int(np.random.SeedSequence(1).generate_state(1)[0]))
+    obs, _ = env.reset()
+    assert envs.obs.shape == (1, 3) and envs.obs_dim == 3
+    for _ in range(10):
+        np.testing.assert_array_equal(envs.raw_obs[0], np.concatenate([obs[key].ravel() for key in envs.space]))
+        envs.step(np.zeros((1, 2)))
+        obs, _, terminated, truncated, _ = env.step(np.zeros(2))
+        obs = env.reset()[0] if terminated or truncated else obs
+
+
+def play(envs, steps):
+    """Everything that envs gives for steps actions."""
+    results = []
+    for actions in np.random.default_rng(1).normal(size=(steps, len(envs.envs), envs.action_dim)).astype(np.float32):
+        rewards, episodes = envs.step(actions)
+        results.append((envs.obs.tolist(), rewards.tolist(), [(*end, obs.tolist()) for *end, obs in episodes]))
+    return results
+
+
+def saved(envs):
+    """The state of envs as a checkpoint gives it back."""
+    file = io.BytesIO()
+    torch.save(envs.state(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("env_id, steps", [("HalfCheetah-v5", 100), ("DictNoise-v0", 23), ("DictNoise-v0", 0)])
+def test_environments_go_on_from_a_saved_state_bit_for_bit(env_id, steps, capsys):
+    envs = ppo.Envs(env_id, 2, 1)
+    play(envs, steps)
+    state = saved(envs)
+    other = ppo.Envs(env_id, 2, 99)
+    other.load_state(state)
+    assert np.array_equal(other.obs, envs.obs)
+    assert play(other, 40) == play(envs, 40)
+    assert str(other.state()) == str(envs.state())
+    assert not capsys.readouterr().out
+
+
+def test_an_environment_that_does_not_come_back_is_reported_and_starts_afresh(capsys):
+    envs = ppo.Envs("Forgetful-v0", 2, 1)
+    play(envs, 23)
+    state = saved(envs)
+    other = ppo.Envs("Forgetful-v0", 2, 1)
+    other.load_state(state)
+    output = capsys.readouterr().out
+    assert "environment 0 can't be brought back" in output and "environment 1 can't be brought back" in output
+    assert not other.episode_lengths.any() and not other.episode_returns.any() and not other.discounted_returns.any()
+    assert np.array_equal(other.episode_counts, envs.episode_counts) and other.actions_since == [[], []]
+    for ours, theirs in ((other.obs_stats, envs.obs_stats), (other.return_stats, envs.return_stats)):
+        assert all(np.array_equal(x, y) for x, y in zip(vars(ours).values(), vars(theirs).values()))
+    play(other, 3)
+
+
+@pytest.fixture
+def made_envs(monkeypatch):
+    """All environments that the script makes, in a list that grows."""
+    made, make_env = [], ppo.make_env
+
+    def spy(*args, **kwargs):
+        made.append(make_env(*args, **kwargs).unwrapped)
+        return made[-1]
+
+    monkeypatch.setattr(ppo, "make_env", spy)
+    return made
+
+
+def test_seeds_of_environments_are_shared_by_no_two_runs_and_no_evaluation(made_envs):
+    for seed in range(6):
+        envs = ppo.Envs("Noise-v0", 4, seed)
+        ppo.evaluate(ppo.Agent(3, 2), envs.obs_stats, ppo.Args(env_id="Noise-v0", seed=seed, eval_episodes=1))
+    seeds = [env.seeds[0] for env in made_envs]
+    assert len(seeds) == len(set(seeds)) == 30 and None not in seeds
+    ppo.Envs("Noise-v0", 4, 5)
+    assert [env.seeds[0] for env in made_envs[-4:]] == seeds[-5:-1]
+
+
+def test_evaluation_plays_mean_actions_and_leaves_the_statistics(made_envs):
+    envs, agent = ppo.Envs("Noise-v0", 2, 1), ppo.Agent(3, 2)
+    agent.actor_mean[4].weight.data *= 100
+    play(envs, 20)
+    before = {name: x.copy() for name, x in vars(envs.obs_stats).items()}
+    args = ppo.Args(env_id="Noise-v0", eval_episodes=7)
+    results = [ppo.evaluate(agent, envs.obs_stats, args) for _ in range(2)]
+    assert results[0] == results[1] and len(results[0]["returns"]) == len(results[0]["lengths"]) == 7
+    assert all(np.array_equal(before[name], x) for name, x in vars(envs.obs_stats).items())
+    env, actions, returns = gym.make("Noise-v0"), [], [0.0]
+    env.reset(seed=made_envs[-1].seeds[0])
+    obs, _ = env.reset()
+    while len(returns) <= 7:
+        with torch.no_grad():
+            mean = agent.actor_mean(torch.from_numpy(envs.obs_stats.normalize(obs[None]))).numpy()[0]
+        actions.append(mean.clip(-1, 1))
+        obs, reward, terminated, truncated, _ = env.step(actions[-1])
+        returns[-1] += float(reward)
+        if terminated or truncated:
+            obs, _ = env.reset()
+            returns.append(0.0)
+    np.testing.assert_allclose(made_envs[-1].actions, actions, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(results[0]["returns"], returns[:7], rtol=1e-4)
+
+
+def test_identity_environment_is_solved(run_script):
+    run = run_script(ppo.__file__, "--env-id", "Identity-v0", "--total-timesteps", "8192", "--num-steps", "512",
+                     "--num-minibatches", "4", "--learning-rate", "0.003", "--eval-episodes", "200", "--no-compile")
+    returns = json.loads((run.run_dir / "evaluation.json").read_text())["returns"]
+    assert np.mean(returns) > -0.01  # -0.33 for actions of zero
