@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -30,10 +31,11 @@ from torch.optim.adam import adam
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 
-# The comment beside a flag is its --help text.
+
 @dataclass
-class RunArgs:
+class RunArgs:  # the comment beside a flag is its --help text
     """How to run, record and go on"""
     exp_name: str = Path(__file__).stem  # name of the experiment, a part of the run's name
     run_name: str | None = None  # folder of the run under runs/; without it ENV__EXPERIMENT__SEED__UNIXTIME
@@ -82,7 +84,6 @@ class AlgorithmArgs:
 @dataclass
 class Args(AlgorithmArgs, RunArgs):
     """All flags, and the sizes that follow from them."""
-
     def __post_init__(self):
         self.batch_size = self.num_envs * self.num_steps
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
@@ -123,6 +124,7 @@ def parse_args():
         (args.norm_adv and minibatch_size == 1, "a minibatch of one step has no standard deviation: --no-norm-adv"),
         (args.num_iterations < 1, f"--total-timesteps is less than one rollout of {args.batch_size} steps"),
         (args.resume and args.evaluate, "give --resume or --evaluate, not both"),
+        (args.run_name and "/" in args.run_name, "--run-name is a name without slashes"),
     ]
     if sentences := [sentence for wrong, sentence in problems if wrong]:
         fail("; ".join(sentences))
@@ -139,9 +141,7 @@ class RunningMeanStd:
         """Adds a batch (n, *shape)."""
         n, mean = len(batch), np.add.reduce(batch) / len(batch)  # np.mean and np.var take three times as long here
         delta, total = mean - self.mean, self.count + n
-        squares = delta * delta * (self.count * n / total)
-        if n > 1:
-            squares += np.add.reduce((batch - mean) ** 2)
+        squares = delta * delta * (self.count * n / total) + (np.add.reduce((batch - mean) ** 2) if n > 1 else 0.0)
         self.mean = self.mean + delta * (n / total)
         self.var = (self.var * self.count + squares) / total
         self.count = total
@@ -166,17 +166,17 @@ def make_env(env_id, render):
         fail(f"can't make {env_id}: {' '.join(str(error).split())}{hint}")
     if not isinstance(env.action_space, gym.spaces.Box) or env.action_space.dtype.kind != "f":
         fail(f"{env_id} has the action space {env.action_space}, but this script needs a Box of floats")
-    if not isinstance(env.observation_space, (gym.spaces.Box, gym.spaces.Dict)):
-        fail(f"{env_id} has the observation space {env.observation_space}, but this script needs a Box or a Dict")
+    space = env.observation_space
+    if not isinstance(space, (gym.spaces.Box, gym.spaces.Dict)) or not space.is_np_flattenable:
+        fail(f"{env_id} has the observation space {space}, but this script needs a Box, or a Dict of such")
     return env
 
 
 class Envs:
-    """A vector of environments with openai/baselines' VecNormalize (common/vec_env/vec_normalize.py).
-    A step that ends an episode also resets it and gives the reset's observation (Gymnasium's SAME_STEP). obs_stats sees
-    each observation given once, resets too (M1), unless the caller brought it. Rewards are divided by the standard
-    deviation of the discounted return, which restarts at 0 after each episode (M3).
-    obs: float32 (num_envs, obs_dim), the current observations, flattened, normalised, clipped."""
+    """A vector of environments with openai/baselines' VecNormalize (common/vec_env/vec_normalize.py). A step that ends
+    an episode also resets it and gives the reset's observation (Gymnasium's SAME_STEP). obs_stats sees each observation
+    given once, resets too (M1), unless the caller brought it. Rewards are divided by the standard deviation of the
+    discounted return, which restarts at 0 after an episode (M3). obs: float32 (num_envs, obs_dim), the present ones."""
 
     COUNTERS = ("raw_obs", "discounted_returns", "episode_returns", "episode_lengths", "episode_counts")
 
@@ -229,21 +229,21 @@ class Envs:
         rewards, ended = np.zeros(len(actions)), []
         for i, action in enumerate(actions):
             rewards[i], terminated, truncated = self.step_env(i, action)
+            self.episode_returns[i] += rewards[i]
+            self.episode_lengths[i] += 1
             if terminated or truncated:
-                ended.append((i, "termination" if terminated else "truncation", self.raw_obs[i].copy()))
-        self.episode_returns += rewards
-        self.episode_lengths += 1
+                ended.append((i, self.episode_returns[i].item(), self.episode_lengths[i].item(),
+                              "termination" if terminated else "truncation", self.raw_obs[i].copy()))
         self.discounted_returns = self.discounted_returns * self.gamma + rewards
         self.return_stats.update(self.discounted_returns)
         rewards = np.minimum(np.maximum(rewards / math.sqrt(self.return_stats.var + 1e-8), -10.0), 10.0)  # M4
-        records = [(i, float(self.episode_returns[i]), int(self.episode_lengths[i]), by, obs) for i, by, obs in ended]
         for i, *_ in ended:
             self.episode_counts[i] += 1
             if i == 0 and self.video:
                 self.video = self.video.close()
             self.reset_env(i)
         self.obs = self.obs_stats.normalize(self.raw_obs, update=self.training)
-        return rewards, [(*record, self.obs_stats.normalize(obs)) for *record, obs in records]
+        return rewards, [(*record, self.obs_stats.normalize(obs)) for *record, obs in ended]
 
     def state(self):
         """All that load_state needs to go on exactly, as tensors and plain Python values."""
@@ -307,12 +307,10 @@ def numpy_policy(actor_mean):
     weights are frozen, and on a few observations numpy takes 10 us where PyTorch takes 45."""
     functions = {nn.Tanh: np.tanh}  # another activation in actor_mean needs its numpy twin here
     weights = [[p.detach().cpu().numpy().T.copy() for p in module.parameters()] for module in actor_mean]
-
     def policy(x):
         for module, parameters in zip(actor_mean, weights):
             x = x @ parameters[0] + parameters[1] if isinstance(module, nn.Linear) else functions[type(module)](x)
         return x
-
     return policy
 
 
@@ -346,9 +344,6 @@ def compute_advantages(rewards, values, next_values, terminations, dones, gamma,
     return advantages
 
 
-METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-
-
 def ppo_loss(params, agent, batch, clip_coef, args):
     """PPO's loss on a minibatch: returns it and METRICS, float32 (6,). params: the parameters as one flat tensor;
     batch: obs (n, obs_dim), actions (n, action_dim), and logprobs, advantages, returns, values (n,)."""
@@ -377,8 +372,8 @@ def ppo_loss(params, agent, batch, clip_coef, args):
 
 def update_minibatches(params, optimizer, agent, batch, indices, lr, clip_coef, args):
     """A step of Adam, in place, for each row of indices (k, minibatch_size); returns the sum of their METRICS.
-    params and Adam's state are one flat tensor each: clipping (G8) is one norm and Adam (G11) one kernel. lr, clip_coef
-    and Adam's step are tensors, so that new values don't compile anew."""
+    params and Adam's state are flat tensors: clipping (G8) is one norm, Adam (G11) one kernel. lr, clip_coef and step
+    are tensors, so that a new value doesn't compile anew."""
     total = torch.zeros(len(METRICS), device=params.device)
     for row in indices.unbind():
         minibatch = {name: x[row] for name, x in batch.items()}
@@ -415,9 +410,12 @@ def compile_or_not(function, args, device):
     return function
 
 
-def save_checkpoint(run_dir, checkpoint):
+def save_checkpoint(run_dir, checkpoint, logs):
     """Writes checkpoint.pt under a temporary name, fsyncs and renames it, so that a kill never leaves half of one."""
     try:
+        for log in logs:
+            log.flush()
+        checkpoint["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.iterdir()}
         with open(run_dir / "checkpoint.tmp", "wb") as file:
             torch.save(checkpoint, file)
             file.flush()
@@ -431,6 +429,8 @@ def load_checkpoint(run_dir):
     """Reads a run's checkpoint or ends the program; weights_only, so that a stranger's file can't run code."""
     path, script = run_dir / "checkpoint.pt", Path(__file__).name
     try:
+        if broken := zipfile.ZipFile(path).testzip():  # torch.load doesn't look at checksums
+            raise ValueError(f"bad checksum of {broken}")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         if checkpoint["script"] != script:
             fail(f"{path} was made by {checkpoint['script']}, not by {script}: run that script")
@@ -452,8 +452,7 @@ def evaluate(agent, obs_stats, args, video_dir=None):
 
 
 def request_stop(signum, _frame):
-    """Ctrl-C and SIGTERM: the iteration is finished and saved first. At once ends the program a second one, or one in
-    the first iteration, which compiles, so that the last checkpoint is no older."""
+    """Ctrl-C, SIGTERM: the iteration is ended and saved first. In the first iteration, or again: ends at once."""
     if stop_signals or iteration == progress["iteration"]:
         fail(f"stopped at once; --resume {run_dir} goes on from the last checkpoint", code=128 + signum)
     stop_signals.append(signum)
@@ -477,19 +476,20 @@ if __name__ == "__main__":
     envs = Envs(args.env_id, args.num_envs, args.seed, args.gamma, video_dir=None if args.evaluate else video_dir,
                 video_interval=args.video_interval)
     agent = Agent(envs.obs_dim, envs.action_dim, args.init_log_std).to(device)
-    # From here on the parameters are views of one flat tensor
     params = nn.utils.parameters_to_vector(agent.parameters()).detach()
-    nn.utils.vector_to_parameters(params, agent.parameters())
+    nn.utils.vector_to_parameters(params, agent.parameters())  # from here on they are views of one flat tensor
     optimizer = {"exp_avg": torch.zeros_like(params), "exp_avg_sq": torch.zeros_like(params), "step": torch.tensor(0.0)}
     progress = {"iteration": 0, "wall_seconds": 0.0, "recent_returns": [], "wandb_id": None, "log_sizes": {}}
     if checkpoint:
-        progress = {name: checkpoint[name] for name in progress}
-        agent.load_state_dict(checkpoint["agent"])
-        envs.load_state(checkpoint["envs"])
-        for name, x in checkpoint["optimizer"].items():
-            optimizer[name].copy_(x)
-        for set_state, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), checkpoint["random"]):
-            set_state(state)
+        try:
+            progress = {name: checkpoint[name] for name in progress}
+            agent.load_state_dict(checkpoint["agent"])
+            envs.load_state(checkpoint["envs"])
+            optimizer = {name: checkpoint["optimizer"][name].to(x.device) for name, x in optimizer.items()}
+            for setter, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), checkpoint["random"]):
+                setter(state)
+        except Exception as error:  # any part may be missing or of another shape
+            fail(f"{run_dir}/checkpoint.pt is not whole ({' '.join(str(error).split())[:150]}): start a new run")
     iteration, recent_returns = progress["iteration"], progress["recent_returns"]
     if args.evaluate:
         sys.exit(not evaluate(agent, envs.obs_stats, args, video_dir))
@@ -497,12 +497,16 @@ if __name__ == "__main__":
         print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}")
         sys.exit()
 
+    stop_signals, terminal = [], sys.stderr.isatty()
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
     run_dir.mkdir(parents=True, exist_ok=True)
-    for path in [*run_dir.glob("events.*"), *run_dir.glob("episodes.csv")]:
-        os.truncate(path, progress["log_sizes"].get(path.name, 0))  # what came after the checkpoint will come again
+    for path in run_dir.iterdir():  # what was logged after the checkpoint will be logged again
+        if path.name.startswith(("events.", "episodes.csv")) and not path.is_symlink():
+            os.truncate(path, progress["log_sizes"].get(path.name, 0))
     if not checkpoint:
-        command = ["sh", "-c", "git describe --always --dirty"]  # empty without git or its folder
-        commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+        git = ["sh", "-c", "git describe --always --dirty"]  # says nothing without git, or outside a repository
+        commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
         config = {
             "args": asdict(args), "command": sys.argv, "git_commit": commit, "machine": [*os.uname()],
             "cores": os.cpu_count(), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -512,15 +516,15 @@ if __name__ == "__main__":
         (run_dir / "episodes.csv").write_text("global_step,wall_seconds,env,return,length,ended_by\n")
     if args.track:
         import wandb
-        if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
-            fail("--track needs a login: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline")
-        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args), name=run_dir.name,
-                   id=progress["wandb_id"], dir=run_dir, resume="allow", sync_tensorboard=True, save_code=True)
+        try:
+            if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
+                raise ValueError("no login")
+            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
+                       name=run_dir.name, id=progress["wandb_id"], resume="allow", dir=run_dir, sync_tensorboard=True)
+        except Exception as error:  # login, network, server
+            fail(f"--track: W&B doesn't start ({error}): run `wandb login`, or set WANDB_MODE=offline and sync later")
     writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
     step_minibatches = compile_or_not(update_minibatches, args, device)
-    stop_signals, terminal = [], sys.stderr.isatty()
-    signal.signal(signal.SIGINT, request_stop)
-    signal.signal(signal.SIGTERM, request_stop)
     start_time, last_line = time.time() - progress["wall_seconds"], time.time()
     bar = tqdm(total=args.num_iterations * args.batch_size, initial=iteration * args.batch_size, unit=" steps",
                dynamic_ncols=True, file=sys.stderr if terminal else open(os.devnull, "w"))
@@ -528,16 +532,13 @@ if __name__ == "__main__":
     while True:
         global_step, stop = iteration * args.batch_size, stop_signals or iteration == args.num_iterations
         if stop or iteration % args.checkpoint_interval == 0:
-            writer.flush()
-            episodes_file.flush()
             numpy_random = [x.tolist() if isinstance(x, np.ndarray) else x for x in np.random.get_state()]
             save_checkpoint(run_dir, {
                 "script": Path(__file__).name, "args": asdict(args), "iteration": iteration, "global_step": global_step,
                 "wall_seconds": time.time() - start_time, "recent_returns": recent_returns,
-                "log_sizes": {path.name: path.stat().st_size for path in run_dir.iterdir()},
                 "wandb_id": wandb.run.id if args.track else None, "random": [random.getstate(), numpy_random,
                 torch.get_rng_state()], "agent": agent.state_dict(), "optimizer": optimizer, "envs": envs.state(),
-            })
+            }, logs=(writer, episodes_file))
         if stop:
             break
         remaining = 1.0 - iteration / args.num_iterations
@@ -545,10 +546,9 @@ if __name__ == "__main__":
         clip_coef = torch.tensor(args.clip_coef * (remaining if args.anneal_clip else 1.0), device=device)  # X1
 
         obs, actions, rewards, terminations, truncations, episodes = rollout(agent, envs, args.num_steps)
-        # The weights were frozen, so log-probabilities and values of the whole rollout take one pass
         batch = {k: torch.from_numpy(x).flatten(0, 1).to(device) for k, x in (("obs", obs), ("actions", actions))}
         final_obs = torch.from_numpy(np.stack([*envs.obs, *(episode[-1] for episode in episodes)])).to(device)
-        with torch.no_grad():
+        with torch.no_grad():  # the weights were frozen, so one pass serves the whole rollout
             batch["logprobs"], _, batch["values"] = agent(batch["obs"], batch["actions"])
             final_values = agent.critic(final_obs).squeeze(1).cpu().numpy()
         values = batch["values"].cpu().numpy().reshape(rewards.shape)
@@ -573,7 +573,7 @@ if __name__ == "__main__":
             writer.add_scalar("charts/episodic_length", length, step)
             recent_returns = [*recent_returns[-99:], episode_return]
         global_step = iteration * args.batch_size
-        explained_variance = 1 - np.var(returns - values) / np.var(returns) if np.var(returns) else np.nan
+        explained_variance = 1 - np.var(returns - values) / (np.var(returns) or np.nan)
         for name, x in [*zip(METRICS, metrics), ("explained_variance", explained_variance)]:
             writer.add_scalar(f"losses/{name}", float(x), global_step)
         writer.add_scalar("charts/learning_rate", lr.item(), global_step)

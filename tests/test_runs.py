@@ -1,0 +1,889 @@
+"""ppo_continuous_action.py as its user meets it: every test starts the script as a process and looks at what it leaves.
+
+Most runs are on a toy environment (module TOY, found by PYTHONPATH), which is fast, random, ends its episodes in both
+ways, draws its own frames, and does what TOY_FAULT says at an exact step: send the process a signal, give NaN, or fail
+to render. A killed run is resumed and compared, bit for bit, with one that nothing interrupted.
+"""
+
+import csv
+import fcntl
+import json
+import os
+import pty
+import resource
+import shlex
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import imageio.v2 as imageio
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+SCRIPT = Path(__file__).resolve().parents[1] / "ppo_continuous_action.py"
+
+TOY = '''
+import os
+import signal
+
+import gymnasium as gym
+import numpy as np
+
+steps = 0  # of all environments of this process
+FAULT, FAULT_STEP = (os.environ.get("TOY_FAULT") or "none 0").split()
+
+
+class Toy(gym.Env):
+    """Two coordinates that the action and noise move; an episode of 3 to 17 steps, the odd ones end by termination."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 30}
+
+    def __init__(self, render_mode=None, observation_space=None, action_space=None):
+        self.render_mode = render_mode
+        self.observation_space = observation_space or gym.spaces.Box(-np.inf, np.inf, (3,))
+        self.action_space = action_space or gym.spaces.Box(-1.0, 1.0, (2,))
+
+    def observe(self):
+        return np.array([*self.x, self.t], np.float64)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.x, self.t, self.end = self.np_random.normal(size=2), 0, self.np_random.integers(3, 18)
+        return self.observe(), {}
+
+    def step(self, action):
+        global steps
+        steps += 1
+        if FAULT.startswith("SIG") and steps == int(FAULT_STEP):
+            os.kill(os.getpid(), getattr(signal, FAULT))
+        self.x = self.x + 0.1 * action + 0.1 * self.np_random.normal(size=2)
+        self.t += 1
+        obs, reward, late = self.observe(), -float(self.x @ self.x), steps >= int(FAULT_STEP)
+        if FAULT == "nan-reward" and late:
+            reward = float("nan")
+        if FAULT == "nan-observation" and late:
+            obs[0] = np.nan
+        ended = self.t == self.end
+        return obs, reward, bool(ended and self.end % 2), bool(ended and not self.end % 2), {}
+
+    def render(self):
+        """A grey frame, brighter with every step of the episode."""
+        if FAULT == "render":
+            raise OSError("no display found")
+        return np.full((64, 64, 3), 10 * self.t, np.uint8)
+
+
+class Blind(Toy):
+    metadata = {"render_modes": []}
+
+    def __init__(self):
+        super().__init__()
+
+
+spaces = gym.spaces
+numbers, text = spaces.Box(-1.0, 1.0, (2,)), spaces.Text(5)
+gym.register("Toy-v0", Toy)
+gym.register("ToyBlind-v0", Blind)
+gym.register("ToyTuple-v0", Toy, kwargs={"observation_space": spaces.Tuple([numbers, numbers])})
+gym.register("ToyText-v0", Toy, kwargs={"observation_space": spaces.Dict(numbers=numbers, text=text)})
+gym.register("ToyInteger-v0", Toy, kwargs={"action_space": spaces.Box(0, 3, (2,), np.int64)})
+'''
+
+FORKS = '''
+"""Runs many command lines of a script, each in a fork of a process that has done the imports."""
+
+import json
+import os
+import runpy
+import sys
+
+import gymnasium, imageio.v2, torch, torch.utils.tensorboard, tqdm, tyro
+
+script, cases = json.load(sys.stdin)
+for cwd, argv, env in cases:
+    if os.fork() == 0:
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(env)
+        sys.path.insert(0, cwd)
+        sys.argv = [script, *argv]
+        for descriptor, name in (1, "stdout"), (2, "stderr"):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    with open(os.path.join(cwd, "returncode"), "w") as file:
+        file.write(str(code))
+'''
+
+# 40 iterations of 300 steps, checkpoints at 0, 15, 30 and 40: a kill loses up to 15 iterations and 400 episodes
+SIZES = "--num-envs 3 --num-steps 100 --num-minibatches 4 --update-epochs 2 --eval-episodes 3"
+TOY_RUN = f"--env-id toy:Toy-v0 {SIZES} --total-timesteps 12000 --checkpoint-interval 15 --run-name run"
+TINY_RUN = f"--env-id toy:Toy-v0 {SIZES} --total-timesteps 600 --run-name run"
+RUN = Path("runs/run")
+CLEANRL_TAGS = ["charts/episodic_return", "charts/episodic_length", "charts/SPS", "charts/learning_rate"] + [
+    f"losses/{name}" for name in ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac",
+                                  "explained_variance")
+]  # fmt: skip
+
+
+def prepare(cwd, flags, compiled=False, fault="", python_flags=(), **env):
+    """The command and the variables of a process of the script in the folder cwd, without a login or a GPU."""
+    cwd.mkdir(exist_ok=True)
+    (cwd / "toy.py").write_text(TOY)
+    inherited = {name: x for name, x in os.environ.items() if not name.startswith(("WANDB", "MUJOCO", "PYOPENGL"))}
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120", "HOME": str(cwd), "TOY_FAULT": fault,
+           "PYTHONPATH": str(cwd)}  # fmt: skip
+    command = [sys.executable, *python_flags, str(SCRIPT), *shlex.split(flags), *([] if compiled else ["--no-compile"])]
+    return command, inherited | own | env
+
+
+def run(cwd, flags, stdin="", preexec_fn=None, **options):
+    """Runs the script to its end: returncode, stdout and stderr. options: as for prepare."""
+    command, env = prepare(cwd, flags, **options)
+    return subprocess.run(command, cwd=cwd, env=env, input=stdin, preexec_fn=preexec_fn, capture_output=True, text=True,
+                          timeout=600)  # fmt: skip
+
+
+def run_forked(cases):
+    """Runs the script once for each of [(cwd, flags, env)], which takes 2 s less a case than run; returns the results.
+
+    For command lines that end before training starts; all else runs in a process of its own.
+    """
+    prepared = [(cwd, *prepare(cwd, flags, **env)) for cwd, flags, env in cases]
+    forks = [(str(cwd), command[2:], env) for cwd, command, env in prepared]
+    subprocess.run([sys.executable, "-c", FORKS], input=json.dumps([str(SCRIPT), forks]), text=True, check=True,
+                   env=prepared[0][2], timeout=600)  # fmt: skip
+    texts = [[(cwd / name).read_text() for name in ("returncode", "stdout", "stderr")] for cwd, *_ in prepared]
+    return [subprocess.CompletedProcess(command, int(code), *output)
+            for (_, command, _), (code, *output) in zip(prepared, texts)]  # fmt: skip
+
+
+def succeed(cwd, flags, **options):
+    """Runs the script to an end that must be good."""
+    result = run(cwd, flags, **options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def assert_fails(result, code, *words):
+    """The script ended with this code, no stack trace, and a sentence on stderr that has these words."""
+    assert "Traceback" not in result.stdout + result.stderr, result.stderr
+    assert result.returncode == code, result.stdout + result.stderr
+    assert not [word for word in words if word.lower() not in result.stderr.lower()], result.stderr
+
+
+def resume(cwd, flags="", **options):
+    return run(cwd, f"--resume {RUN} {flags}", **options)
+
+
+def load_checkpoint(run_dir):
+    return torch.load(run_dir / "checkpoint.pt", weights_only=True)
+
+
+def edit_checkpoint(run_dir, without=None, **changes):
+    """Takes an entry out of a checkpoint, and changes others."""
+    checkpoint = load_checkpoint(run_dir) | changes
+    torch.save({name: x for name, x in checkpoint.items() if name != without}, run_dir / "checkpoint.pt")
+
+
+def episode_rows(run_dir):
+    with open(run_dir / "episodes.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def events(run_dir):
+    """All scalars physically present in all event files, in order of tag and step: [(tag, step, value)]."""
+    files = sorted(run_dir.glob("events.*"))
+    found = [(value.tag, event.step, value.simple_value)
+             for path in files for event in LegacyEventFileLoader(str(path)).Load()
+             for value in event.summary.value]  # fmt: skip
+    return sorted(found, key=repr)
+
+
+def leaves(x, name):
+    """Nested containers -> {path: value}, a tensor as its type, shape and bytes."""
+    if isinstance(x, torch.Tensor):
+        return {name: (str(x.dtype), tuple(x.shape), x.contiguous().numpy().tobytes())}
+    items = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, (list, tuple, set)) else None
+    if items is None:
+        return {name: x}
+    return {path: leaf for key, value in items for path, leaf in leaves(value, f"{name}/{key}").items()}
+
+
+def outcome(run_dir):
+    """All that must be the same for the same run: {name: value}. Only times and flags that may differ are left out."""
+    free = ("args", "wall_seconds", "wandb_id", "log_sizes")
+    results = leaves({name: x for name, x in load_checkpoint(run_dir).items() if name not in free}, "checkpoint")
+    for i, row in enumerate(episode_rows(run_dir)):
+        results[f"episodes/{i}"] = row | {"wall_seconds": None}
+    scalars = [(tag, step, None if tag == "charts/SPS" else value) for tag, step, value in events(run_dir)]
+    return results | {
+        "header": (run_dir / "episodes.csv").read_text().split("\n")[0],
+        "events": sorted(scalars, key=repr),
+        "evaluation": json.loads((run_dir / "evaluation.json").read_text()),
+    }
+
+
+def differences(run_dir, other_dir):
+    """Names of what two runs differ in."""
+    a, b = outcome(run_dir), outcome(other_dir)
+    return sorted(name for name in a.keys() | b.keys() if repr(a.get(name)) != repr(b.get(name)))
+
+
+def contents(folder):
+    """{path: bytes, or None for a folder} of all that a folder has."""
+    return {path: path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+def frames(path):
+    """Mean brightness of every frame of a video."""
+    with imageio.get_reader(path) as reader:
+        return [frame.mean() for frame in reader]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run that nothing interrupted."""
+    cwd = tmp_path_factory.mktemp("whole")
+    return cwd / RUN, succeed(cwd, TOY_RUN)
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory):
+    """The folder of the same run, stopped in iteration 21, for `stopped` to copy."""
+    cwd = tmp_path_factory.mktemp("stopped")
+    result = run(cwd, TOY_RUN, fault="SIGTERM 6050")
+    assert result.returncode == 143, result.stderr
+    return cwd / RUN
+
+
+@pytest.fixture
+def stopped(stopped_run, tmp_path):
+    """A copy of the stopped run to damage, in tmp_path."""
+    return Path(shutil.copytree(stopped_run, tmp_path / RUN))
+
+
+def test_config(whole):
+    config = json.loads((whole[0] / "config.json").read_text())
+    assert config["args"]["env_id"] == "toy:Toy-v0" and config["args"]["total_timesteps"] == 12000
+    assert config["args"]["learning_rate"] == 3e-4 and config["args"]["run_name"] == "run"
+    assert config["command"][0] == str(SCRIPT) and "--total-timesteps" in config["command"]
+    assert config["versions"]["torch"] == torch.__version__ and config["machine"] and "git_commit" in config
+
+
+def test_default_run_name(tmp_path):
+    """Slashes of an environment's id become dashes; here the experiment has one."""
+    succeed(tmp_path, TINY_RUN.replace("--run-name run", "--exp-name a/b --seed 7"))
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    env_id, exp_name, seed, unixtime = run_dir.name.split("__")
+    assert (env_id, exp_name, seed) == ("toy:Toy-v0", "a-b", "7") and abs(int(unixtime) - time.time()) < 3600
+
+
+def test_tensorboard_as_cleanrl(whole):
+    """CleanRL's tags, readable by tensorboard; losses once per iteration at the step that it ends."""
+    accumulator = EventAccumulator(str(whole[0]), size_guidance={"scalars": 0}).Reload()
+    assert sorted(accumulator.Tags()["scalars"]) == sorted(CLEANRL_TAGS)
+    for tag in CLEANRL_TAGS[2:]:
+        assert [scalar.step for scalar in accumulator.Scalars(tag)] == list(range(300, 12001, 300))
+    rates = [scalar.value for scalar in accumulator.Scalars("charts/learning_rate")]
+    assert rates == pytest.approx([3e-4 * (1 - i / 40) for i in range(40)])  # first lr0, last lr0 / N
+    assert all(scalar.value > 0 for scalar in accumulator.Scalars("charts/SPS"))
+    assert all(0 <= scalar.value <= 1 for scalar in accumulator.Scalars("losses/clipfrac"))
+
+
+def test_episodes_file(whole):
+    """Columns, both ways to end, and lengths that add up to the steps."""
+    rows = episode_rows(whole[0])
+    assert list(rows[0]) == ["global_step", "wall_seconds", "env", "return", "length", "ended_by"]
+    unfinished = load_checkpoint(whole[0])["envs"]["episode_lengths"].sum().item()
+    assert sum(int(row["length"]) for row in rows) + unfinished == 12000
+    assert {row["env"] for row in rows} == {"0", "1", "2"}
+    assert all(row["ended_by"] == ("termination" if int(row["length"]) % 2 else "truncation") for row in rows)
+    for env in range(3):  # an environment's k-th step is step 3 k of the run
+        mine = [row for row in rows if row["env"] == str(env)]
+        ends = [3 * sum(int(row["length"]) for row in mine[: i + 1]) for i in range(len(mine))]
+        assert [int(row["global_step"]) for row in mine] == ends
+    walls = [float(row["wall_seconds"]) for row in rows]
+    assert walls == sorted(walls) and walls[-1] > 0
+
+
+@pytest.mark.parametrize("tag, column", [("charts/episodic_return", "return"), ("charts/episodic_length", "length")])
+def test_episodes_file_equals_tensorboard(whole, tag, column):
+    scalars = sorted((step, value) for name, step, value in events(whole[0]) if name == tag)
+    rows = sorted((int(row["global_step"]), float(row[column])) for row in episode_rows(whole[0]))
+    assert [step for step, _ in scalars] == [step for step, _ in rows]
+    assert [value for _, value in scalars] == pytest.approx([value for _, value in rows], rel=1e-6)
+
+
+def test_checkpoint_and_evaluation(whole):
+    run_dir, result = whole
+    assert load_checkpoint(run_dir)["iteration"] == 40
+    evaluation = json.loads((run_dir / "evaluation.json").read_text())
+    assert len(evaluation["returns"]) == len(evaluation["lengths"]) == 3
+    assert f"evaluation: {sum(evaluation['returns']) / 3:.1f}" in result.stdout
+    assert not [path for path in run_dir.iterdir() if str(path.relative_to(run_dir.parents[1])) not in result.stdout]
+    assert not list(run_dir.glob("*.tmp"))
+
+
+def test_annealing_of_clip_range(whole, tmp_path):
+    """The first iteration is the same, the later ones are not."""
+    succeed(tmp_path, TOY_RUN + " --anneal-clip --no-anneal-lr")
+    ours = {(tag, step): value for tag, step, value in events(tmp_path / RUN)}
+    theirs = {(tag, step): value for tag, step, value in events(whole[0])}
+    assert ours["losses/policy_loss", 300] == theirs["losses/policy_loss", 300]
+    assert ours["losses/policy_loss", 12000] != theirs["losses/policy_loss", 12000]
+    assert ours["losses/clipfrac", 12000] > theirs["losses/clipfrac", 12000]
+    assert ours["charts/learning_rate", 12000] == ours["charts/learning_rate", 300]
+
+
+def test_same_seed_same_bits(whole, tmp_path):
+    succeed(tmp_path, TOY_RUN)
+    assert differences(whole[0], tmp_path / RUN) == []
+
+
+def test_other_seed_other_run(whole, tmp_path):
+    succeed(tmp_path, TOY_RUN + " --seed 2")
+    changed = differences(whole[0], tmp_path / RUN)
+    weights = {name for name in leaves(load_checkpoint(whole[0])["agent"], "checkpoint/agent") if "weight" in name}
+    assert weights | {"episodes/0", "checkpoint/envs/stats/0/0", "checkpoint/envs/reset_states/0/state/state"} <= {
+        *changed
+    }
+
+
+MOMENTS = {
+    "first-iteration": ["SIGKILL 100"],
+    "between-checkpoints": ["SIGKILL 8500"],  # iteration 29
+    "evaluation": ["SIGKILL 12010"],
+    "several": ["SIGKILL 250", "SIGKILL 5000", "SIGKILL 4400", "SIGKILL 7000"],
+}
+
+
+@pytest.mark.parametrize("faults", MOMENTS.values(), ids=MOMENTS.keys())
+def test_resume_after_kill(whole, tmp_path, faults):
+    """Killed with -9 at an exact step and resumed: no bit differs from the run that nothing interrupted."""
+    assert run(tmp_path, TOY_RUN, fault=faults[0]).returncode == -signal.SIGKILL
+    if faults == MOMENTS["between-checkpoints"]:  # much was logged after the checkpoint, and reached the disk
+        sizes = load_checkpoint(tmp_path / RUN)["log_sizes"]
+        logs = [tmp_path / RUN / "episodes.csv", *(tmp_path / RUN).glob("events.*")]
+        assert len(logs) == 2 and all(path.stat().st_size > sizes[path.name] for path in logs)
+    for fault in faults[1:]:
+        assert resume(tmp_path, fault=fault).returncode == -signal.SIGKILL
+    result = resume(tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert differences(whole[0], tmp_path / RUN) == []
+    assert "can't be brought back" not in result.stdout
+
+
+def test_kill_before_first_checkpoint(tmp_path):
+    """Nothing is lost and nothing is in the way: the same command starts the run."""
+    (tmp_path / "bin").mkdir()
+    for name in ("g++", "clang", "clang++"):  # with --compile, the script looks for a compiler before it starts
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\nkill -9 $PPID\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    killed = run(tmp_path, TINY_RUN, compiled=True, CXX="g++", **env)
+    assert killed.returncode == -signal.SIGKILL and not (tmp_path / RUN / "checkpoint.pt").exists(), killed.stderr
+    assert_fails(resume(tmp_path), 2, "checkpoint.pt")
+    succeed(tmp_path, TINY_RUN)
+    rows = episode_rows(tmp_path / RUN)
+    assert len(rows) == sum(tag == "charts/episodic_length" for tag, *_ in events(tmp_path / RUN)) > 0
+
+
+def kill_at(cwd, flags, iteration):
+    """Starts the script and kills it, from outside, as soon as its checkpoint has reached an iteration."""
+    command, env = prepare(cwd, flags)
+    process = subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.DEVNULL)
+    try:
+        path = cwd / RUN / "checkpoint.pt"
+        while not path.exists() or load_checkpoint(path.parent)["iteration"] < iteration:
+            assert process.poll() is None, "the run ended before it could be killed"
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_resume_of_halfcheetah(tmp_path):
+    """Episodes in progress of a physics engine come back to equal bits."""
+    flags = "--env-id HalfCheetah-v5 --num-envs 2 --num-steps 75 --num-minibatches 5 --update-epochs 4"
+    flags += " --eval-episodes 1 --total-timesteps 9000 --checkpoint-interval 7 --run-name run"
+    succeed(tmp_path / "whole", flags)
+    (tmp_path / "killed").mkdir()
+    kill_at(tmp_path / "killed", flags, iteration=14)
+    assert load_checkpoint(tmp_path / "killed" / RUN)["envs"]["episode_lengths"].min() > 0
+    result = resume(tmp_path / "killed")
+    assert result.returncode == 0, result.stderr
+    assert differences(tmp_path / "whole" / RUN, tmp_path / "killed" / RUN) == []
+
+
+def test_resume_with_compilation(tmp_path):
+    flags = f"{TOY_RUN} --num-minibatches 1 --total-timesteps 6000"
+    result = succeed(tmp_path / "whole", flags, compiled=True)
+    if "without compilation" in result.stdout:
+        pytest.skip("no C++ compiler here")
+    assert run(tmp_path / "killed", flags, compiled=True, fault="SIGKILL 4000").returncode == -signal.SIGKILL
+    result = run(tmp_path / "killed", f"--resume {RUN}", compiled=True)
+    assert result.returncode == 0, result.stderr
+    assert differences(tmp_path / "whole" / RUN, tmp_path / "killed" / RUN) == []
+
+
+@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143)])
+def test_resume_after_signal(whole, tmp_path, name, code):
+    """Ctrl-C and SIGTERM: the iteration is finished and saved, and the message says how to go on."""
+    result = run(tmp_path, TOY_RUN, fault=f"{name} 6050")
+    assert result.returncode == code and "Traceback" not in result.stderr, result.stderr
+    assert f"--resume {RUN}" in result.stdout + result.stderr and "6300" in result.stdout + result.stderr
+    assert load_checkpoint(tmp_path / RUN)["iteration"] == 21 and not (tmp_path / RUN / "evaluation.json").exists()
+    assert resume(tmp_path).returncode == 0
+    assert differences(whole[0], tmp_path / RUN) == []
+
+
+def test_signal_in_evaluation(whole, tmp_path):
+    result = run(tmp_path, TOY_RUN, fault="SIGTERM 12010")
+    assert result.returncode == 143 and "Traceback" not in result.stderr, result.stderr
+    assert f"--resume {RUN}" in result.stdout + result.stderr
+    assert resume(tmp_path).returncode == 0
+    assert differences(whole[0], tmp_path / RUN) == []
+
+
+def test_resume_of_finished_run(whole):
+    """Says so, ends well, and changes nothing."""
+    run_dir, _ = whole
+    before = contents(run_dir)
+    result = run(run_dir.parents[1], f"--resume {RUN}")
+    assert result.returncode == 0 and "finished" in result.stdout
+    assert contents(run_dir) == before
+
+
+def test_resume_with_lost_log(stopped, tmp_path):
+    """Whoever tidied up the logs gets a sentence or the rest of the run."""
+    for path in stopped.glob("events.*"):
+        path.unlink()
+    result = resume(tmp_path)
+    assert "Traceback" not in result.stderr, result.stderr
+
+
+def test_evaluate(whole, stopped):
+    """--evaluate repeats the run's own evaluation to the digit, writes nothing, and takes --eval-episodes."""
+    run_dir, trained = whole
+    before = contents(run_dir)
+    line = next(line for line in trained.stdout.splitlines() if line.startswith("evaluation:"))
+    assert line in succeed(run_dir.parents[1], f"--evaluate {RUN}").stdout
+    assert "over 5 episodes" in succeed(run_dir.parents[1], f"--evaluate {RUN} --eval-episodes 5").stdout
+    assert contents(run_dir) == before
+    succeed(stopped.parents[1], f"--evaluate {stopped}")  # an unfinished run too
+    assert not (stopped / "evaluation.json").exists()
+
+
+BAD_INPUT = {
+    "near-matches": ("--env-id HalfCheeta-v5", 2, "HalfCheeta-v5", "mean: `HalfCheetah`"),
+    "no-such-version": ("--env-id Swimmer-v9", 2, "Swimmer", "v5"),
+    "malformed-id": ("--env-id 'not an id'", 2, "not an id"),
+    "no-module": ("--env-id nowhere:Toy-v0", 2, "nowhere"),
+    "discrete-actions": ("--env-id CartPole-v1", 2, "CartPole-v1", "Discrete", "Box"),
+    "integer-actions": ("--env-id toy:ToyInteger-v0", 2, "int64"),
+    "tuple-observations": ("--env-id toy:ToyTuple-v0", 2, "Tuple"),
+    "text-observations": ("--env-id toy:ToyText-v0", 2, "Text"),
+    "minibatches": ("--num-minibatches 7", 2, "300", "--num-minibatches"),
+    "minibatches-of-one": ("--num-minibatches 300", 2, "--no-norm-adv"),
+    "too-few-steps": ("--total-timesteps 299", 2, "--total-timesteps", "300"),
+    "negative-steps": ("--total-timesteps -5", 2, "total-timesteps"),
+    "no-envs": ("--num-envs 0", 2, "num_envs"),
+    "negative-envs": ("--num-envs -1", 2, "num_envs"),
+    "no-rollout": ("--num-steps 0", 2, "num_steps"),
+    "no-minibatches": ("--num-minibatches 0", 2, "num_minibatches"),
+    "no-epochs": ("--update-epochs 0", 2, "update_epochs"),
+    "no-checkpoints": ("--checkpoint-interval 0", 2, "checkpoint_interval"),
+    "no-evaluation": ("--eval-episodes 0", 2, "eval_episodes"),
+    "negative-learning-rate": ("--learning-rate -1", 2, "learning_rate"),
+    "nan-learning-rate": ("--learning-rate nan", 2, "learning_rate"),
+    "negative-clip": ("--clip-coef -0.2", 2, "clip_coef"),
+    "gamma": ("--gamma 1.5", 2, "gamma"),
+    "lambda": ("--gae-lambda -0.1", 2, "gae-lambda"),
+    "negative-seed": ("--seed -1", 2, "seed"),
+    "no-number": ("--num-envs two", 2, "num-envs"),
+    "unknown-flag": ("--no-such-flag 1", 2, "--no-such-flag"),
+    "resume-nothing": ("--resume runs/nowhere", 2, "runs/nowhere"),
+    "evaluate-nothing": ("--evaluate runs/nowhere", 2, "runs/nowhere"),
+    "track-without-login": ("--track", 2, "wandb login", "WANDB_MODE=offline"),
+}
+
+
+RENDERERS = {
+    "no-renderer": ("--env-id toy:Toy-v0", {"fault": "render 0"}),
+    "no-frames": ("--env-id toy:ToyBlind-v0", {}),
+    "no-pygame": ("--env-id Pendulum-v1", {}),
+    "no-opengl": ("--env-id InvertedPendulum-v5", {"MUJOCO_GL": "nonsense"}),
+    "no-display": ("--env-id InvertedPendulum-v5", {"MUJOCO_GL": "glfw", "DISPLAY": ""}),
+}
+
+
+class Bomb:
+    """Its loading, by a pickle that may run code, makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def write_bomb(run_dir, legacy=False):
+    """Puts a bomb into a checkpoint, tries it, and clears up after it."""
+    bomb, path = run_dir.parent / "exploded", run_dir / "checkpoint.pt"
+    torch.save(load_checkpoint(run_dir) | {"iteration": Bomb(bomb)}, path, _use_new_zipfile_serialization=not legacy)
+    torch.load(path, weights_only=False)
+    bomb.rmdir()
+
+
+def cut_checkpoint(run_dir, change):
+    """Writes change(its bytes) as the checkpoint."""
+    path = run_dir / "checkpoint.pt"
+    path.write_bytes(change(path.read_bytes()))
+
+
+def flip_byte(data, i):
+    return data[:i] + bytes([data[i] ^ 255]) + data[i + 1 :]
+
+
+NO_RUN = "checkpoint.pt"  # the words of most sentences on a checkpoint that is none
+DAMAGES = {
+    "missing": (lambda run_dir: (run_dir / "checkpoint.pt").unlink(), NO_RUN),
+    "folder": (lambda run_dir: [(run_dir / "checkpoint.pt").unlink(), (run_dir / "checkpoint.pt").mkdir()], NO_RUN),
+    "empty": (lambda run_dir: cut_checkpoint(run_dir, lambda data: b""), NO_RUN),
+    "truncated": (lambda run_dir: cut_checkpoint(run_dir, lambda data: data[: len(data) // 2]), NO_RUN),
+    "flipped": (lambda run_dir: cut_checkpoint(run_dir, lambda data: flip_byte(data, len(data) // 2)), NO_RUN),
+    "text": (lambda run_dir: cut_checkpoint(run_dir, lambda data: b"these are no weights"), NO_RUN),
+    "list": (lambda run_dir: torch.save([1, 2, 3], run_dir / "checkpoint.pt"), NO_RUN),
+    "bomb": (write_bomb, NO_RUN),
+    "legacy-bomb": (lambda run_dir: write_bomb(run_dir, legacy=True), NO_RUN),
+    "other-script": (lambda run_dir: edit_checkpoint(run_dir, script="ppo_atari.py"), "ppo_atari.py", SCRIPT.name),
+    "other-version": (lambda run_dir: edit_checkpoint(run_dir, args={"warp_factor": 9}), "warp_factor"),
+} | {
+    name: (lambda run_dir, changes=changes: edit_checkpoint(run_dir, **changes), NO_RUN)
+    for name, changes in ({f"no-{name}": {"without": name} for name in (
+        "script", "args", "agent", "envs", "optimizer", "random", "iteration", "log_sizes")} | {
+        "no-weights": {"agent": {}},
+        "other-shapes": {"agent": {name: torch.zeros(3, 3) for name in ("actor_logstd", "critic.0.weight")}},
+        "no-reset-states": {"envs": {"reset_states": []}},
+        "args-of-wrong-type": {"args": "--seed 1"},
+    }).items()
+}  # fmt: skip
+
+EVALUATED = ("missing", "truncated", "bomb", "other-script", "no-agent")  # --evaluate reads it with the same function
+DAMAGE_CASES = [("resume", name) for name in DAMAGES] + [("evaluate", name) for name in EVALUATED]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory, stopped_run):
+    """{case: (result, files of runs/ before, and after)} of all that must be refused."""
+    folder = tmp_path_factory.mktemp("refusals")
+    cases = {name: (f"{TINY_RUN} {flags}", {}) for name, (flags, *_) in BAD_INPUT.items()}
+    cases |= {name: (f"{TINY_RUN} --capture-video {flags}", env) for name, (flags, env) in RENDERERS.items()}
+    cases |= {(flag, name): (f"--{flag} {RUN}", {}) for flag, name in DAMAGE_CASES}
+    cwds = [folder / "-".join([case] if isinstance(case, str) else case) for case in cases]
+    for cwd, case in zip(cwds, cases):
+        cwd.mkdir()
+        if case in RENDERERS:
+            (cwd / "pygame.py").write_text("raise ImportError('there is no pygame')")
+        elif case not in BAD_INPUT:
+            damage, *_ = DAMAGES[case[1]]
+            damage(Path(shutil.copytree(stopped_run, cwd / RUN)))
+    before = [contents(cwd / "runs") for cwd in cwds]
+    results = run_forked([(cwd, *case) for cwd, case in zip(cwds, cases.values())])
+    after = [contents(cwd / "runs") for cwd in cwds]
+    return dict(zip(cases, zip(results, before, after)))
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input(refusals, case):
+    """One sentence, and no run that would stand in the way of the next one of its name."""
+    result, _, after = refusals[case]
+    _, code, *words = BAD_INPUT[case]
+    assert_fails(result, code, *words)
+    assert not [path for path in after if path.name == "checkpoint.pt"]
+
+
+@pytest.mark.parametrize("case", RENDERERS)
+def test_video_without_renderer(refusals, case):
+    result, before, after = refusals[case]
+    assert_fails(result, 2, "can't")
+    assert before == after == {}
+
+
+@pytest.mark.parametrize("flag, damage", DAMAGE_CASES)
+def test_damaged_checkpoint(refusals, flag, damage):
+    """Half a checkpoint, none, a stranger's, one with a bomb, one that loads and is no run: a sentence, nothing run."""
+    result, before, after = refusals[flag, damage]
+    assert_fails(result, 2, *DAMAGES[damage][1:])
+    assert before == after  # a bomb that went off is seen here too
+
+
+def test_existing_run_name(stopped, tmp_path):
+    before = contents(stopped)
+    assert_fails(run(tmp_path, TOY_RUN), 2, str(RUN), "--run-name", "--resume")
+    assert contents(stopped) == before
+
+
+def test_checkpoint_with_other_flags(stopped, tmp_path):
+    """They are named, with the values that the run has; the free ones and equal values are accepted."""
+    before = contents(stopped)
+    result = resume(tmp_path, "--learning-rate 1e-3 --num-envs 4 --gamma 0.99")
+    assert_fails(result, 2, "learning_rate = 0.0003", "num_envs = 3")
+    assert "gamma" not in result.stderr and contents(stopped) == before
+    result = resume(tmp_path, "--learning-rate 3e-4 --eval-episodes 1 --checkpoint-interval 2")
+    assert result.returncode == 0, result.stderr
+
+
+def test_hostile_log_sizes(stopped, tmp_path):
+    """A checkpoint that names logs outside its folder changes nothing there."""
+    victims = [tmp_path / "victim", stopped.parent / "victim"]
+    for victim in victims:
+        victim.write_text("precious")
+    sizes = load_checkpoint(stopped)["log_sizes"] | {"../victim": 0, f"{tmp_path}/victim": 0, "..": 0}
+    edit_checkpoint(stopped, log_sizes=sizes)
+    result = resume(tmp_path)
+    assert "Traceback" not in result.stderr, result.stderr
+    assert [victim.read_text() for victim in victims] == ["precious", "precious"]
+    assert not (stopped / "victim").exists()
+
+
+@pytest.mark.parametrize("fault", ["nan-reward", "nan-observation"])
+def test_non_finite_loss(whole, tmp_path, fault):
+    """Ends the run in the iteration, 21 here, and leaves the last good checkpoint, from which it goes on."""
+    assert_fails(run(tmp_path, TOY_RUN, fault=f"{fault} 6050"), 1, "iteration 21", str(RUN))
+    checkpoint = load_checkpoint(tmp_path / RUN)
+    assert checkpoint["iteration"] == 15
+    assert all(torch.isfinite(weights).all() for weights in checkpoint["agent"].values())
+    assert all(torch.isfinite(x).all() for stats in checkpoint["envs"]["stats"] for x in stats)
+    assert resume(tmp_path).returncode == 0
+    assert differences(whole[0], tmp_path / RUN) == []
+
+
+def test_checkpoint_write_failure(whole, stopped, tmp_path):
+    """The disk takes no more than half a checkpoint: a sentence, and the old checkpoint is as it was."""
+    before = (stopped / "checkpoint.pt").read_bytes()
+    limit = len(before) // 2
+    result = resume(tmp_path, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    assert_fails(result, 1, "checkpoint", f"--resume {RUN}")
+    assert (stopped / "checkpoint.pt").read_bytes() == before
+    assert resume(tmp_path).returncode == 0
+    assert differences(whole[0], stopped) == []
+
+
+def test_full_disk_for_logs(tmp_path):
+    """The logs are what fills the disk: the same sentence."""
+    for name in ("episodes.csv", "events"):
+        (tmp_path / name).mkdir()
+    limit = 16_384  # less than a checkpoint, so the very first one fails
+    result = run(tmp_path, TINY_RUN, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    assert_fails(result, 1, "checkpoint")
+
+
+def test_wandb_offline(tmp_path):
+    """For real: a run of W&B's own in the run's folder, with our scalars; after a kill and --resume it goes on."""
+    flags, env = f"{TOY_RUN} --track", {"WANDB_MODE": "offline"}
+    assert run(tmp_path, flags, fault="SIGKILL 8500", **env).returncode == -signal.SIGKILL
+    result = resume(tmp_path, **env)
+    assert result.returncode == 0, result.stderr
+    stores = sorted((tmp_path / RUN).glob("wandb/offline-run-*/*.wandb"))
+    assert len(stores) == 2 and len({store.name for store in stores}) == 1  # two parts of one run
+    missing = [tag for tag in CLEANRL_TAGS if tag.encode() not in stores[-1].read_bytes()]
+    assert not missing
+    assert not list(tmp_path.glob("wandb"))
+
+
+def expected_videos(run_dir, interval):
+    """{file: length} of the finished training episodes of the first environment that have a video."""
+    lengths = [int(row["length"]) for row in episode_rows(run_dir) if row["env"] == "0"]
+    return {f"episode-{i}.mp4": length for i, length in enumerate(lengths) if i % interval == 0}
+
+
+def assert_video(path, length):
+    """First frame to last of one episode: the toy's brightness is ten times the step."""
+    assert frames(path) == pytest.approx([10 * t for t in range(length + 1)], abs=5)
+
+
+def assert_videos(run_dir, interval):
+    expected = expected_videos(run_dir, interval)
+    count = sum(row["env"] == "0" for row in episode_rows(run_dir))
+    found = {path.name for path in (run_dir / "videos").glob("*.mp4")}
+    assert found - {f"episode-{count}.mp4"} == set(expected)  # an episode that the run's end cut may have one too
+    for name, length in expected.items():
+        assert_video(run_dir / "videos" / name, length)
+    evaluation = json.loads((run_dir / "evaluation.json").read_text())
+    folder = run_dir / "videos" / "evaluation"
+    assert sorted(path.name for path in folder.iterdir()) == [f"episode-{i}.mp4" for i in range(3)]
+    for i, length in enumerate(evaluation["lengths"]):
+        assert_video(folder / f"episode-{i}.mp4", length)
+
+
+VIDEO_RUN = TOY_RUN.replace("12000", "1800") + " --capture-video --video-interval 20 --checkpoint-interval 2"
+
+
+@pytest.fixture(scope="module")
+def filmed(tmp_path_factory):
+    cwd = tmp_path_factory.mktemp("filmed")
+    succeed(cwd, VIDEO_RUN)
+    return cwd / RUN
+
+
+def test_videos(filmed):
+    """Every N-th training episode of the first environment and every evaluation, from first frame to last."""
+    assert len(expected_videos(filmed, 20)) >= 3
+    assert_videos(filmed, 20)
+
+
+def test_videos_do_not_change_the_run(filmed, tmp_path):
+    succeed(tmp_path, VIDEO_RUN.replace("--capture-video", ""))
+    assert differences(filmed, tmp_path / RUN) == []
+
+
+def test_videos_after_kill(filmed, tmp_path):
+    assert run(tmp_path, VIDEO_RUN, fault="SIGKILL 1400").returncode == -signal.SIGKILL
+    assert resume(tmp_path).returncode == 0
+    assert differences(filmed, tmp_path / RUN) == []
+    assert_videos(tmp_path / RUN, 20)
+
+
+@pytest.mark.parametrize("flag", ["evaluate", "resume"])
+def test_videos_of_training_stay(filmed, tmp_path, flag):
+    """Looking at a finished run leaves the videos of its training alone."""
+    run_dir = Path(shutil.copytree(filmed, tmp_path / RUN))
+    before = {path: path.read_bytes() for path in run_dir.glob("videos/*.mp4")}
+    succeed(tmp_path, f"--{flag} {RUN} --capture-video")
+    assert {path: path.read_bytes() for path in run_dir.glob("videos/*.mp4")} == before
+    assert_videos(run_dir, 20)
+
+
+def test_evaluate_with_video(whole, tmp_path):
+    """A run that was trained without videos can be filmed later."""
+    run_dir = Path(shutil.copytree(whole[0], tmp_path / RUN))
+    succeed(tmp_path, f"--evaluate {RUN} --capture-video")
+    videos = sorted(path.name for path in run_dir.glob("videos/**/*.mp4"))
+    assert videos == ["episode-0.mp4", "episode-1.mp4", "episode-2.mp4"]
+
+
+@pytest.mark.parametrize("env_id, env", [("InvertedPendulum-v5", {"MUJOCO_GL": "egl"}), ("Pendulum-v1", {})])
+def test_videos_of_known_environments(tmp_path, env_id, env):
+    probe = f"import gymnasium as g; e = g.make('{env_id}', render_mode='rgb_array'); e.reset(); e.render().shape"
+    found = subprocess.run([sys.executable, "-c", probe], cwd=tmp_path, env=os.environ | env, capture_output=True)
+    if found.returncode:
+        pytest.skip(f"no renderer for {env_id} here: {found.stderr.decode().strip().splitlines()[-1]}")
+    flags = f"--env-id {env_id} --num-steps 100 --num-minibatches 1 --total-timesteps 200 --eval-episodes 1"
+    succeed(tmp_path, f"{flags} --run-name run --capture-video", **env)
+    lengths = json.loads((tmp_path / RUN / "evaluation.json").read_text())["lengths"]
+    assert len(frames(tmp_path / RUN / "videos/evaluation/episode-0.mp4")) == lengths[0] + 1
+
+
+LOOK = """
+print("HAVE", type(agent).__name__, len(envs.envs), obs.shape, advantages.shape, returns.shape)
+print("AGAIN", len(evaluate(agent, envs.obs_stats, args)["returns"]))
+"""
+
+
+@pytest.mark.parametrize("fault", ["", "SIGINT 450"])
+def test_python_i(tmp_path, fault):
+    """After the run, and after Ctrl-C, the shell has the run's variables."""
+    result = run(tmp_path, TINY_RUN + " --total-timesteps 3000", stdin=LOOK, python_flags=["-i"], fault=fault)
+    assert "HAVE Agent 3 (100, 3, 3) (100, 3) (100, 3)" in result.stdout, result.stdout + result.stderr
+    assert "AGAIN 3" in result.stdout and "Traceback" not in result.stderr
+    assert load_checkpoint(tmp_path / RUN)["iteration"] == (2 if fault else 10)
+
+
+def test_plain_progress(whole):
+    """Where the output is no terminal, lines: the last one at the end."""
+    _, result = whole
+    (line,) = [line for line in result.stdout.splitlines() if "12000/12000" in line]
+    assert "steps/s" in line and "return -" in line
+    assert "\r" not in result.stdout + result.stderr
+
+
+def test_live_progress(tmp_path):
+    """On a terminal, a bar that is redrawn in its line."""
+    command, env = prepare(tmp_path, TOY_RUN)
+    terminal, ours = pty.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdin=ours, stdout=ours, stderr=ours)
+    os.close(ours)
+    output = b""
+    try:
+        while chunk := os.read(terminal, 65536):
+            output += chunk
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    finally:
+        os.close(terminal)
+    assert process.wait() == 0, output.decode()
+    redrawn = [part for part in output.decode().replace("\r\n", "\n").split("\r") if "/12000" in part]
+    assert len(redrawn) > 2 and "12000/12000" in redrawn[-1]
+    assert all("steps/s" in part and "return -" in part for part in redrawn[1:])
+
+
+def without_compiler(cwd):
+    """Variables of a machine that has a shell and no C++ compiler; its folder for compiled code is empty at first."""
+    (cwd / "bin").mkdir()
+    (cwd / "bin" / "sh").symlink_to("/bin/sh")
+    return {"PATH": str(cwd / "bin"), "CXX": "", "CC": "", "TORCHINDUCTOR_CACHE_DIR": str(cwd / "cache")}
+
+
+def test_no_compiler(tmp_path):
+    """One line says so, and the run is that of --no-compile."""
+    result = succeed(tmp_path, TINY_RUN, compiled=True, **without_compiler(tmp_path))
+    assert sum("without compilation" in line for line in result.stdout.splitlines()) == 1
+    assert "Traceback" not in result.stdout + result.stderr
+    assert load_checkpoint(tmp_path / RUN)["iteration"] == 2
+
+
+def test_compiler_is_gone(tmp_path):
+    """A cache from the time when there was a compiler must not lead the run astray."""
+    env = without_compiler(tmp_path)
+    cache = {"TORCHINDUCTOR_CACHE_DIR": env["TORCHINDUCTOR_CACHE_DIR"]}
+    if "without compilation" in succeed(tmp_path, TINY_RUN + " --num-minibatches 1", compiled=True, **cache).stdout:
+        pytest.skip("no C++ compiler here")
+    result = succeed(tmp_path, TINY_RUN + " --num-minibatches 3 --run-name other", compiled=True, **env)
+    assert "without compilation" in result.stdout
+
+
+def test_help(whole):
+    """Every flag is there, with a meaning and its default."""
+    result = run(whole[0].parents[1], "--help")
+    assert result.returncode == 0
+    text = " ".join(result.stdout.replace("│", " ").split())
+    args = json.loads((whole[0] / "config.json").read_text())["args"]
+    flags = [f" --{name.replace('_', '-')}" for name in args]
+    places = sorted((text.index(flag + " " if f"{flag} " in text else flag + ","), flag) for flag in flags)
+    ends = [place for place, _ in places[1:]] + [len(text)]
+    for (place, flag), end in zip(places, ends):
+        meaning, default, _ = text[place:end].partition("(default: ")
+        assert len(meaning.split()) > 3 and default, flag  # the name, its type, and at least two words
+
+
+CLEANRL = {
+    "exp-name": "cleanrl", "seed": 3, "torch-deterministic": None, "no-cuda": None, "track": None, "save-model": None,
+    "wandb-project-name": "cleanRL", "wandb-entity": "nobody", "no-capture-video": None, "env-id": "toy:Toy-v0",
+    "total-timesteps": 256, "learning-rate": 1e-4, "num-envs": 2, "num-steps": 64, "no-anneal-lr": None, "gamma": 0.98,
+    "gae-lambda": 0.9, "num-minibatches": 4, "update-epochs": 2, "no-norm-adv": None, "clip-coef": 0.1,
+    "no-clip-vloss": None, "ent-coef": 0.01, "vf-coef": 0.4, "max-grad-norm": 1.0, "target-kl": 0.02,
+}  # fmt: skip
+
+
+def test_cleanrl_command_line(tmp_path):
+    """All flags of CleanRL's ppo_continuous_action.py, but those for Hugging Face."""
+    flags = [f"--{name} {'' if x is None else x}" for name, x in CLEANRL.items()]
+    succeed(tmp_path, " ".join(flags) + " --run-name run", WANDB_MODE="disabled")
+    args = json.loads((tmp_path / RUN / "config.json").read_text())["args"]
+    for name, x in CLEANRL.items():
+        field = name.removeprefix("no-").replace("-", "_")
+        assert args[field] == (not name.startswith("no-") if x is None else x), field
+    assert (tmp_path / RUN / "cleanrl.cleanrl_model").is_file()
+    assert torch.load(tmp_path / RUN / "cleanrl.cleanrl_model", weights_only=True).keys() >= {"actor_logstd"}
