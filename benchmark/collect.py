@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("python", "torch", "gymnasium", "mujoco", "numpy")
 HEADER = """Mean +- standard deviation over the finished runs (ddof=0, as CleanRL and openrlbenchmark have it) of
 a run's mean return in its last 100 training episodes, and of its mean return in the deterministic evaluation.
 
@@ -62,7 +63,7 @@ def read_run(run):
         "evaluation_mean": np.mean(evaluation) if evaluation else "",
         "evaluation_std": np.std(evaluation) if evaluation else "", "evaluation_episodes": len(evaluation),
         "steps_per_second": steps / wall if wall else "", "wall_seconds": wall,
-        "versions": " ".join(f"{name}={number}" for name, number in config["versions"].items()),
+        "versions": " ".join(f"{name}={config['versions'][name]}" for name in PACKAGES if name in config["versions"]),
         "git_commit": config["git_commit"] or "unknown", "command": shlex.join(["python", *config["command"]]),
     }
 

@@ -88,11 +88,11 @@ class Blind(Toy):
 
 
 spaces = gym.spaces
-numbers, text = spaces.Box(-1.0, 1.0, (2,)), spaces.Text(5)
+numbers = spaces.Box(-1.0, 1.0, (2,))
 gym.register("Toy-v0", Toy)
 gym.register("ToyBlind-v0", Blind)
 gym.register("ToyTuple-v0", Toy, kwargs={"observation_space": spaces.Tuple([numbers, numbers])})
-gym.register("ToyText-v0", Toy, kwargs={"observation_space": spaces.Dict(numbers=numbers, text=text)})
+gym.register("ToyRagged-v0", Toy, kwargs={"observation_space": spaces.Dict(numbers=spaces.Sequence(numbers))})
 gym.register("ToyInteger-v0", Toy, kwargs={"action_space": spaces.Box(0, 3, (2,), np.int64)})
 '''
 
@@ -492,7 +492,7 @@ BAD_INPUT = {
     "discrete-actions": ("--env-id CartPole-v1", 2, "CartPole-v1", "Discrete", "Box"),
     "integer-actions": ("--env-id toy:ToyInteger-v0", 2, "int64"),
     "tuple-observations": ("--env-id toy:ToyTuple-v0", 2, "Tuple"),
-    "text-observations": ("--env-id toy:ToyText-v0", 2, "Text"),
+    "ragged-observations": ("--env-id toy:ToyRagged-v0", 2, "Sequence"),
     "minibatches": ("--num-minibatches 7", 2, "300", "--num-minibatches"),
     "minibatches-of-one": ("--num-minibatches 300", 2, "--no-norm-adv"),
     "too-few-steps": ("--total-timesteps 299", 2, "--total-timesteps", "300"),
