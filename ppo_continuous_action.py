@@ -1,9 +1,8 @@
 """PPO for continuous (Box) actions: MuJoCo and any other Gymnasium environment with vector observations.
 
 Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of
-openai/baselines ppo2, marked G1 to G11, M1 to M8, X1 and X3 as in "The 37 Implementation Details of Proximal Policy
-Optimization". Unlike there, an episode that a time limit cuts bootstraps from its last observation
-(--no-bootstrap-truncated does as baselines).
+openai/baselines ppo2: G1 to G11, M1 to M8, X1, X3 mark them as "The 37 Implementation Details of PPO" counts. Unlike
+there, a time limit is no termination, the last observation's value counts (--no-bootstrap-truncated: as there).
 
     python ppo_continuous_action.py --env-id HalfCheetah-v5 --total-timesteps 1000000
 """
@@ -123,8 +122,8 @@ def parse_args():
         (rest, f"a rollout, --num-envs x --num-steps = {args.batch_size}, must divide into --num-minibatches"),
         (args.norm_adv and minibatch_size == 1, "a minibatch of one step has no standard deviation: --no-norm-adv"),
         (args.num_iterations < 1, f"--total-timesteps is less than one rollout of {args.batch_size} steps"),
-        (args.resume and args.evaluate, "give --resume or --evaluate, not both"),
-        (args.run_name and "/" in args.run_name, "--run-name is a name without slashes"),
+        (args.resume and args.evaluate or "" in (args.resume, args.evaluate), "give --resume or --evaluate a folder"),
+        (args.run_name and Path("x", args.run_name).resolve().parent.name != "x", "--run-name must name a folder"),
     ]
     if sentences := [sentence for wrong, sentence in problems if wrong]:
         fail("; ".join(sentences))
@@ -158,8 +157,8 @@ def make_env(env_id, render):
     """Makes an environment that this script can learn in, or ends the program; render: it makes frames for videos."""
     try:
         env = gym.make(env_id, render_mode="rgb_array" if render else None, disable_env_checker=True)
+        env.reset()
         if render:
-            env.reset()
             env.render()
     except Exception as error:  # environments and renderers have their own
         hint = "; to film without a display, set MUJOCO_GL=egl or MUJOCO_GL=osmesa" if render else ""
@@ -177,7 +176,6 @@ class Envs:
     an episode also resets it and gives the reset's observation (Gymnasium's SAME_STEP). obs_stats sees each observation
     given once, resets too (M1), unless the caller brought it. Rewards are divided by the standard deviation of the
     discounted return, which restarts at 0 after an episode (M3). obs: float32 (num_envs, obs_dim), the present ones."""
-
     COUNTERS = ("raw_obs", "discounted_returns", "episode_returns", "episode_lengths", "episode_counts")
 
     def __init__(self, env_id, num_envs, seed, gamma=0.99, obs_stats=None, video_dir=None, video_interval=1):
@@ -213,7 +211,7 @@ class Envs:
             path, fps = self.video_dir / f"episode-{episode}.mp4", env.metadata.get("render_fps", 30)
             self.video = imageio.get_writer(path, fps=fps, macro_block_size=2)
             self.video.append_data(env.render())
-        self.actions_since[i].append(action)
+        self.actions_since[i].append(action.copy())
         obs, reward, terminated, truncated, _ = env.step(action.reshape(self.action_shape))
         self.raw_obs[i] = gym.spaces.flatten(self.space, obs)
         if i == 0 and self.video:
@@ -336,7 +334,7 @@ def compute_advantages(rewards, values, next_values, terminations, dones, gamma,
     """Generalized advantage estimation (G2): https://arxiv.org/abs/1506.02438, baselines ppo2/runner.py.
     All arrays (num_steps, num_envs). next_values: of the observation that truly followed each step, before any reset;
     after a termination they don't count. The sum ends with the episode, at dones."""
-    deltas = rewards + gamma * next_values * ~terminations - values
+    deltas = rewards + gamma * np.where(terminations, np.float32(0), next_values) - values
     decays = gamma * gae_lambda * ~dones
     advantages, last = np.zeros_like(deltas), np.zeros_like(deltas[0])
     for step in reversed(range(len(deltas))):
@@ -372,8 +370,7 @@ def ppo_loss(params, agent, batch, clip_coef, args):
 
 def update_minibatches(params, optimizer, agent, batch, indices, lr, clip_coef, args):
     """A step of Adam, in place, for each row of indices (k, minibatch_size); returns the sum of their METRICS.
-    params and Adam's state are flat tensors: clipping (G8) is one norm, Adam (G11) one kernel. lr, clip_coef and step
-    are tensors, so that a new value doesn't compile anew."""
+    params and Adam's state are flat: clipping (G8) is one norm, Adam (G11) one kernel. Tensors never compile anew."""
     total = torch.zeros(len(METRICS), device=params.device)
     for row in indices.unbind():
         minibatch = {name: x[row] for name, x in batch.items()}
@@ -454,7 +451,7 @@ def evaluate(agent, obs_stats, args, video_dir=None):
 def request_stop(signum, _frame):
     """Ctrl-C, SIGTERM: the iteration is ended and saved first. In the first iteration, or again: ends at once."""
     if stop_signals or iteration == progress["iteration"]:
-        fail(f"stopped at once; --resume {run_dir} goes on from the last checkpoint", code=128 + signum)
+        fail(f"stopped at once; --resume {run_dir} goes on from its last checkpoint, if any", code=128 + signum)
     stop_signals.append(signum)
 
 
@@ -500,10 +497,14 @@ if __name__ == "__main__":
     stop_signals, terminal = [], sys.stderr.isatty()
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    step_minibatches = compile_or_not(update_minibatches, args, device)
+    try:  # two runs started in one second must not share a folder
+        run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))
+    except OSError as error:
+        fail(f"can't make {run_dir} ({error.strerror}): choose another --run-name, or mend that")
     for path in run_dir.iterdir():  # what was logged after the checkpoint will be logged again
         if path.name.startswith(("events.", "episodes.csv")) and not path.is_symlink():
-            os.truncate(path, progress["log_sizes"].get(path.name, 0))
+            os.truncate(path, min(path.stat().st_size, progress["log_sizes"].get(path.name, 0)))
     if not checkpoint:
         git = ["sh", "-c", "git describe --always --dirty"]  # says nothing without git, or outside a repository
         commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
@@ -524,7 +525,6 @@ if __name__ == "__main__":
         except Exception as error:  # login, network, server
             fail(f"--track: W&B doesn't start ({error}): run `wandb login`, or set WANDB_MODE=offline and sync later")
     writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
-    step_minibatches = compile_or_not(update_minibatches, args, device)
     start_time, last_line = time.time() - progress["wall_seconds"], time.time()
     bar = tqdm(total=args.num_iterations * args.batch_size, initial=iteration * args.batch_size, unit=" steps",
                dynamic_ncols=True, file=sys.stderr if terminal else open(os.devnull, "w"))
@@ -584,16 +584,16 @@ if __name__ == "__main__":
             print(bar, flush=True)
             last_line = time.time()
 
-    bar.close()
-    writer.close()
+    for file in filter(None, (bar, writer, envs.video)):
+        file.close()
     if stop_signals:
         print(f"stopped at step {global_step}; go on with: python {Path(__file__).name} --resume {run_dir}")
     else:
         stop_signals.append(0)  # from here on a signal ends the program at once
+        if args.save_model:
+            torch.save(agent.state_dict(), run_dir / f"{args.exp_name.replace('/', '-')}.cleanrl_model")
         (run_dir / "evaluation.tmp").write_text(json.dumps(evaluate(agent, envs.obs_stats, args, video_dir)))
         (run_dir / "evaluation.tmp").replace(run_dir / "evaluation.json")
-        if args.save_model:
-            torch.save(agent.state_dict(), run_dir / f"{args.exp_name}.cleanrl_model")
         print("written:", *sorted(str(path) for path in run_dir.rglob("*") if path.is_file()), sep="\n  ")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # for the shell of python -i
     if stop_signals[0] and not sys.flags.interactive:
