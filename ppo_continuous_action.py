@@ -138,7 +138,8 @@ class RunningMeanStd:
 
     def update(self, batch):
         """Adds a batch (n, *shape)."""
-        n, mean = len(batch), np.add.reduce(batch) / len(batch)  # np.mean and np.var take three times as long here
+        n = len(batch)
+        mean = batch[0] if n == 1 else np.add.reduce(batch) / n  # np.mean and np.var take three times as long
         delta, total = mean - self.mean, self.count + n
         squares = delta * delta * (self.count * n / total) + (np.add.reduce((batch - mean) ** 2) if n > 1 else 0.0)
         self.mean = self.mean + delta * (n / total)
@@ -223,7 +224,7 @@ class Envs:
         Returns the normalised rewards, float64 (num_envs,), and the episodes that ended, [(i, return, length, ended_by,
         final_obs)]: environment, unnormalised return, length, "termination" or "truncation", and the observation
         (obs_dim,) that the reset has replaced, normalised with the same statistics but not counted in them."""
-        actions = np.minimum(np.maximum(actions, self.low), self.high).astype(self.action_dtype)
+        actions = np.minimum(np.maximum(actions, self.low), self.high).astype(self.action_dtype, copy=False)
         rewards, ended = np.zeros(len(actions)), []
         for i, action in enumerate(actions):
             rewards[i], terminated, truncated = self.step_env(i, action)
@@ -244,7 +245,7 @@ class Envs:
         return rewards, [(*record, self.obs_stats.normalize(obs)) for *record, obs in ended]
 
     def state(self):
-        """All that load_state needs to go on exactly, as tensors and plain Python values."""
+        """All that load_state needs, as tensors and plain Python values."""
         return {name: torch.tensor(getattr(self, name)) for name in self.COUNTERS} | {
             "stats": [[torch.tensor(x) for x in vars(s).values()] for s in (self.obs_stats, self.return_stats)],
             "reset_states": list(self.reset_states),
@@ -285,7 +286,6 @@ def mlp(inputs, outputs, std):
 
 class Agent(nn.Module):
     """Policy and value in separate networks (M7); the standard deviation depends on no observation (M5)."""
-
     def __init__(self, obs_dim, action_dim, init_log_std=0.0):
         super().__init__()
         self.critic, self.actor_mean = mlp(obs_dim, 1, std=1.0), mlp(obs_dim, action_dim, std=0.01)
