@@ -41,7 +41,7 @@ class RunArgs:  # the comment beside a flag is its --help text
     seed: int = 1  # seed of the networks, the action noise, the minibatches and the environments
     torch_deterministic: bool = True  # use deterministic cuDNN algorithms
     cuda: bool = True  # use a GPU where there is one
-    compile: bool = True  # compile the update (20 to 30 s the first time, 5 s once it is in the compiler's cache)
+    compile: bool = True  # compile the update (half a minute or more the first time, less from the cache)
     num_threads: int = 0  # threads of PyTorch (0: chosen by the script)
     track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "plainrl"  # project at Weights & Biases
