@@ -191,8 +191,8 @@ def raw_gradient(agent, batch, args):
 
 def identity_stats(dim):
     """Observation statistics that change nothing."""
-    stats = ppo.RunningMeanStd((dim,))
-    stats.var = np.full(dim, 1 - 1e-8)
+    stats = ppo.RunningMeanStd((1, dim))
+    stats.var = np.full((1, dim), 1 - 1e-8)
     return stats
 
 
@@ -488,7 +488,7 @@ def test_m1_m2_m3_m4_normalisation_equals_vec_normalize():
         largest_obs, largest_reward = max(largest_obs, abs(obs).max()), max(largest_reward, abs(rewards).max())
     for ours, reference in ((envs.obs_stats, theirs.obs_rms), (envs.return_stats, theirs.ret_rms)):
         for name in ("mean", "var", "count"):
-            np.testing.assert_allclose(getattr(ours, name), getattr(reference, name), rtol=1e-9)
+            np.testing.assert_allclose(np.squeeze(getattr(ours, name)), getattr(reference, name), rtol=1e-9)
     assert kinds == {"termination", "truncation"} and largest_obs == largest_reward == 10.0
 
 
@@ -505,11 +505,11 @@ def test_m1_statistics_are_golden():
 def test_m1_statistics_count_the_observations_of_resets():
     envs = ppo.Envs("Noise-v0", 3, 1)
     np.testing.assert_allclose(envs.obs_stats.count, 3.0001, rtol=1e-12)
-    np.testing.assert_allclose(envs.obs_stats.mean, envs.raw_obs.sum(0) / 3.0001, rtol=1e-12)
+    np.testing.assert_allclose(envs.obs_stats.mean[0], envs.raw_obs.sum(0) / 3.0001, rtol=1e-12)
 
 
 def test_m2_observations_are_clipped_to_10():
-    stats = ppo.RunningMeanStd((3,))
+    stats = ppo.RunningMeanStd((1, 3))
     clipped = stats.normalize(np.array([[1e6, -11.0, 9.5]]))
     np.testing.assert_allclose(clipped, [[10.0, -10.0, 9.5]], rtol=1e-6)
     assert clipped.dtype == np.float32
