@@ -328,7 +328,7 @@ def rollout(agent, envs, num_steps):
         actions[step] += policy(envs.obs)  # to the noise
         rewards[step], ended = envs.step(actions[step])
         for i, *_, ended_by, _ in ended:
-            (terminations if ended_by == "termination" else truncations)[step, i] = True
+            (truncations if ended_by == "truncation" else terminations)[step, i] = True
         episodes += [(step, *episode) for episode in ended]
     return obs, actions, rewards, terminations, truncations, episodes
 
@@ -347,7 +347,7 @@ def compute_advantages(rewards, values, next_values, terminations, dones, gamma,
 
 def ppo_loss(params, agent, batch, clip_coef, args):
     """PPO's loss on a minibatch: returns it and METRICS, float32 (6,). params: the parameters as one flat tensor;
-    batch: obs (n, obs_dim), actions (n, action_dim), and logprobs, advantages, returns, values (n,)."""
+    batch: obs and actions as the agent takes them, and logprobs, advantages, returns, values (n,)."""
     views = params.split([p.numel() for p in agent.parameters()])
     views = {name: view.view(p.shape) for (name, p), view in zip(agent.named_parameters(), views)}
     logprobs, entropy, values = torch.func.functional_call(agent, views, (batch["obs"], batch["actions"]))

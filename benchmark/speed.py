@@ -1,10 +1,11 @@
-"""Env steps per second of ppo_continuous_action.py beside Stable-Baselines3's PPO with VecNormalize, and of the
-environment alone, which bounds both. Same hyper-parameters, one CPU thread each, in alternation, one process at a time.
+"""Env steps per second of a script beside Stable-Baselines3's PPO with the same wrappers or VecNormalize, and of the
+environment alone, which bounds both. Same hyper-parameters, in alternation, one process at a time; one CPU thread each
+for ppo_continuous_action, all cores for ppo_atari.
 
-    python -m benchmark.speed [--rounds 3] [--steps 61440] [--env-id HalfCheetah-v5] [--full] [--csv FILE]
+    python -m benchmark.speed [SCRIPT] [--rounds 3] [--steps N] [--env-id ID] [--full] [--csv FILE]
 
 Steady state: from the end of the first iteration (rollout and update) to the end of the last; no start-up, compilation
-or final evaluation. Whole process: everything from the process's start to its end, and what it comes to for 1M steps.
+or final evaluation. Whole process: everything from the process's start to its end, an evaluation of one episode too, and what it comes to for 1M steps.
 PlainRL's compiler cache is empty in the first round and filled in the others.
 """
 
@@ -22,17 +23,21 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
-NUM_STEPS = 2048  # steps of a rollout; this and the constants in work_sb3 are the script's defaults
+# A rollout's steps in all environments, which with the constants in work_sb3 are the scripts' defaults; and ours
+TASKS = {
+    "ppo_continuous_action": {"env_id": "HalfCheetah-v5", "rollout": 2048, "threads": 1, "steps": 61440},
+    "ppo_atari": {"env_id": "BreakoutNoFrameskip-v4", "rollout": 1024, "threads": os.cpu_count(), "steps": 16384},
+}
 FULL_STEPS = 1_000_000
 PACKAGES = ("torch", "gymnasium", "mujoco", "numpy", "stable-baselines3")
 
 
-def work_sb3(env_id, steps, seed):
+def work_sb3(script, env_id, steps, seed):
     """Trains SB3's PPO with the script's default hyper-parameters; returns marks (see steady_state)."""
     import torch
     from stable_baselines3 import PPO
-    from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import VecNormalize
+    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+    from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
     marks = []
 
@@ -41,24 +46,49 @@ def work_sb3(env_id, steps, seed):
             super().train()
             marks.append((self.num_timesteps, time.time()))
 
-    torch.set_num_threads(1)
-    nets = {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": torch.nn.Tanh, "ortho_init": True,
-            "log_std_init": 0.0, "optimizer_kwargs": {"eps": 1e-5}}
-    envs = VecNormalize(make_vec_env(env_id, seed=seed), gamma=0.99)
-    TimedPPO("MlpPolicy", envs, learning_rate=lambda left: 3e-4 * left, n_steps=NUM_STEPS, batch_size=64, n_epochs=10,
-             gamma=0.99, gae_lambda=0.95, clip_range=0.2, clip_range_vf=0.2, ent_coef=0.0, vf_coef=0.5,
-             max_grad_norm=0.5, policy_kwargs=nets, seed=seed, device="cpu").learn(steps)
+    torch.set_num_threads(TASKS[script]["threads"])
+    flags = {"gamma": 0.99, "gae_lambda": 0.95, "vf_coef": 0.5, "max_grad_norm": 0.5, "seed": seed, "device": "cpu"}
+    adam = {"optimizer_kwargs": {"eps": 1e-5}}
+    if script == "ppo_atari":
+        import ale_py  # noqa: F401, registers the games
+
+        envs = VecFrameStack(make_atari_env(env_id, n_envs=8, seed=seed), 4)
+        model = TimedPPO("CnnPolicy", envs, learning_rate=lambda left: 2.5e-4 * left, n_steps=128, batch_size=256,
+                         n_epochs=4, clip_range=0.1, clip_range_vf=0.1, ent_coef=0.01, policy_kwargs=adam, **flags)
+    else:
+        nets = {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": torch.nn.Tanh, "ortho_init": True,
+                "log_std_init": 0.0}
+        envs = VecNormalize(make_vec_env(env_id, seed=seed), gamma=0.99)
+        model = TimedPPO("MlpPolicy", envs, learning_rate=lambda left: 3e-4 * left, n_steps=2048, batch_size=64,
+                         n_epochs=10, clip_range=0.2, clip_range_vf=0.2, ent_coef=0.0, policy_kwargs=nets | adam,
+                         **flags)
+    model.learn(steps)
     return marks
 
 
-def work_env(env_id, steps, seed):
-    """Steps the environment with clipped normal actions, drawn beforehand, and resets it at ends; returns marks."""
+def work_env(script, env_id, steps, seed):
+    """Steps one environment with random actions, drawn beforehand, and resets it at ends; for Atari that is the
+    emulator with four frames a step, whose screen nobody reads. Returns marks."""
     import gymnasium as gym
     import numpy as np
 
+    rng = np.random.default_rng(seed)
+    if script == "ppo_atari":
+        import ale_py  # noqa: F401, registers the games
+
+        env = gym.make(env_id, frameskip=1, disable_env_checker=True).unwrapped
+        env.reset(seed=seed)
+        ale, actions = env.ale, [env._action_set[i] for i in rng.integers(env.action_space.n, size=steps)]
+        start = time.time()
+        for action in actions:
+            for _ in range(4):
+                ale.act(action)
+            if ale.game_over():
+                ale.reset_game()
+        return [(0, start), (steps, time.time())]
     env = gym.make(env_id, disable_env_checker=True)
     low, high, shape = env.action_space.low, env.action_space.high, (steps, *env.action_space.shape)
-    actions = np.random.default_rng(seed).standard_normal(shape).clip(low, high).astype(env.action_space.dtype)
+    actions = rng.standard_normal(shape).clip(low, high).astype(env.action_space.dtype)
     env.reset(seed=seed)
     start = time.time()
     for action in actions:
@@ -72,13 +102,14 @@ WORKERS = {"sb3": work_sb3, "env": work_env}
 PROGRAMS = {"plainrl": "PlainRL", "sb3": "Stable-Baselines3", "env": "environment alone"}  # in the order of a round
 
 
-def command_of(program, env_id, steps, seed):
+def command_of(program, script, env_id, steps, seed):
     """The command line (list of str) that runs a program for that many env steps."""
     flags = ["--env-id", env_id, "--seed", str(seed)]
     if program in WORKERS:
-        return [sys.executable, str(Path(__file__).resolve()), "--worker", program, "--steps", str(steps), *flags]
-    script = [sys.executable, str(ROOT / "ppo_continuous_action.py")]
-    return [*script, "--total-timesteps", str(steps), "--run-name", "speed", "--no-cuda", *flags]
+        worker = [sys.executable, str(Path(__file__).resolve()), script, "--worker", program]
+        return [*worker, "--steps", str(steps), *flags]
+    command = [sys.executable, str(ROOT / f"{script}.py"), "--total-timesteps", str(steps), "--eval-episodes", "1"]
+    return [*command, "--run-name", "speed", "--no-cuda", *flags]
 
 
 def read_marks(program, folder):
@@ -106,14 +137,15 @@ def steady_state(marks, started, ended):
             "wall_s": wall, "wall_s_1m": wall + (FULL_STEPS - last_step) / speed}
 
 
-def measure(program, label, env_id, steps, seed, cache):
+def measure(program, label, script, env_id, steps, seed, cache):
     """Runs a program once in a folder of its own, compiler cache in cache; returns a row for the CSV."""
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "output.txt", "w") as output:
-        settings = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        threads = str(TASKS[script]["threads"])
+        settings = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), threads)
         settings |= {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
         started = time.time()
-        process = subprocess.Popen(command_of(program, env_id, steps, seed), cwd=folder, stdout=output, stderr=output,
-                                   env=os.environ | settings)
+        process = subprocess.Popen(command_of(program, script, env_id, steps, seed), cwd=folder, stdout=output,
+                                   stderr=output, env=os.environ | settings)
         try:
             _, status, usage = os.wait4(process.pid, 0)
         except KeyboardInterrupt:
@@ -123,7 +155,7 @@ def measure(program, label, env_id, steps, seed, cache):
         if process.returncode:
             tail = (Path(folder) / "output.txt").read_text()[-1000:]
             sys.exit(f"error: {PROGRAMS[program]} failed with exit code {process.returncode}:\n{tail}")
-        row = {"round": label, "program": program, "env_id": env_id, "seed": seed}
+        row = {"round": label, "program": program, "script": script, "env_id": env_id, "seed": seed}
         row |= steady_state(read_marks(program, Path(folder)), started, ended)
     row["peak_mb"] = usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)  # of the largest process
     print(f"round {label}: {PROGRAMS[program]} {row['steps_per_second']:,.0f} steps/s, start-up {row['start_up_s']:.1f}"
@@ -173,26 +205,30 @@ def machine():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("script", nargs="?", choices=TASKS, default="ppo_continuous_action", help="script to measure")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program (default 3)")
-    parser.add_argument("--steps", type=int, default=61440, help="env steps of a run (default 61440)")
-    parser.add_argument("--env-id", default="HalfCheetah-v5", help="Gymnasium environment (default HalfCheetah-v5)")
+    parser.add_argument("--steps", type=int, help="env steps of a run (default: 30 or 16 iterations)")
+    parser.add_argument("--env-id", help="environment (default HalfCheetah-v5, BreakoutNoFrameskip-v4)")
     parser.add_argument("--full", action="store_true", help="then really run 1M steps of each once, empty cache")
     parser.add_argument("--csv", type=Path, help="write one row for each run to this file")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first round (default 1)")
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    task = TASKS[args.script]
+    env_id, steps, rollout = args.env_id or task["env_id"], args.steps or task["steps"], task["rollout"]
     if args.worker:
-        return print(json.dumps(WORKERS[args.worker](args.env_id, args.steps, args.seed)))
-    args.steps = args.steps // NUM_STEPS * NUM_STEPS
-    if args.steps < 2 * NUM_STEPS or args.rounds < 1:
-        parser.error(f"the steady state needs --steps {2 * NUM_STEPS} (two iterations) or more, and one of --rounds")
+        return print(json.dumps(WORKERS[args.worker](args.script, env_id, steps, args.seed)))
+    steps = steps // rollout * rollout
+    if steps < 2 * rollout or args.rounds < 1:
+        parser.error(f"the steady state needs --steps {2 * rollout} (two iterations) or more, and one of --rounds")
 
     machine_line, rows = machine(), []
     with tempfile.TemporaryDirectory() as cache:
         for i in range(args.rounds):
-            rows += [measure(name, i + 1, args.env_id, args.steps, args.seed + i, Path(cache, "rounds"))
+            rows += [measure(name, i + 1, args.script, env_id, steps, args.seed + i, Path(cache, "rounds"))
                      for name in PROGRAMS]
-        full = [measure(name, "full", args.env_id, FULL_STEPS // NUM_STEPS * NUM_STEPS, args.seed, Path(cache, "full"))
+        full_steps = FULL_STEPS // rollout * rollout
+        full = [measure(name, "full", args.script, env_id, full_steps, args.seed, Path(cache, "full"))
                 for name in ("plainrl", "sb3") if args.full]
     if args.csv:
         args.csv.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from stable_baselines3 import PPO
 
+import ppo_atari
 import ppo_continuous_action
 from benchmark import collect, speed
 
@@ -131,26 +132,40 @@ def test_speed_reads_marks_of_a_script_from_its_events(tmp_path):
 
 def test_speed_of_the_environment_alone_as_a_user_runs_it():
     """The worker's output gives the marks: no steps at first, all at the end, later."""
-    done = subprocess.run(speed.command_of("env", "Pendulum-v1", 500, 1), capture_output=True, text=True)
+    done = subprocess.run(speed.command_of("env", "ppo_continuous_action", "Pendulum-v1", 500, 1), capture_output=True, text=True)
     (first_step, first), (last_step, last) = json.loads(done.stdout)
     assert (first_step, last_step) == (0, 500) and last > first
 
 
-def test_speed_sb3_has_the_scripts_hyper_parameters(monkeypatch):
+def holds_the_scripts_hyper_parameters(sb3, args):
     """Each default of the script that SB3's PPO shares has the same value there."""
-    made, learn = [], PPO.learn
-    monkeypatch.setattr(PPO, "learn", lambda self, steps: made.append(self) or learn(self, steps))
-    marks = speed.work_sb3("Pendulum-v1", 4096, 1)
-    assert [step for step, _ in marks] == [2048, 4096]
-    sb3, args = made[0], ppo_continuous_action.Args()
-    assert sb3._n_updates == 2 * args.update_epochs  # it really learns while it is timed
     assert (sb3.n_envs, sb3.n_steps, sb3.batch_size) == (args.num_envs, args.num_steps,
                                                          args.batch_size // args.num_minibatches)
     assert (sb3.n_epochs, sb3.gamma, sb3.gae_lambda) == (args.update_epochs, args.gamma, args.gae_lambda)
     assert (sb3.clip_range(1.0), sb3.clip_range_vf(1.0)) == (args.clip_coef, args.clip_coef)
     assert (sb3.ent_coef, sb3.vf_coef, sb3.max_grad_norm) == (args.ent_coef, args.vf_coef, args.max_grad_norm)
     assert (sb3.lr_schedule(1.0), sb3.lr_schedule(0.5)) == (args.learning_rate, args.learning_rate / 2)
-    assert sb3.normalize_advantage == args.norm_adv and sb3.policy.log_std_init == args.init_log_std
+    assert sb3.normalize_advantage == args.norm_adv and sb3.policy.optimizer.defaults["eps"] == 1e-5
+
+
+def test_speed_sb3_has_the_hyper_parameters_of_ppo_atari(monkeypatch):
+    made = []
+    monkeypatch.setattr(PPO, "learn", lambda self, steps: made.append(self))
+    speed.work_sb3("ppo_atari", "PongNoFrameskip-v4", 1024, 1)
+    holds_the_scripts_hyper_parameters(made[0], ppo_atari.Args())
+    assert sum(p.numel() for p in made[0].policy.parameters()) == 1_687_719
+    assert made[0].observation_space.shape == (4, 84, 84)
+
+
+def test_speed_sb3_has_the_hyper_parameters_of_ppo_continuous_action(monkeypatch):
+    made, learn = [], PPO.learn
+    monkeypatch.setattr(PPO, "learn", lambda self, steps: made.append(self) or learn(self, steps))
+    marks = speed.work_sb3("ppo_continuous_action", "Pendulum-v1", 4096, 1)
+    assert [step for step, _ in marks] == [2048, 4096]
+    sb3, args = made[0], ppo_continuous_action.Args()
+    assert sb3._n_updates == 2 * args.update_epochs  # it really learns while it is timed
+    holds_the_scripts_hyper_parameters(sb3, args)
+    assert sb3.policy.log_std_init == args.init_log_std
     assert sb3.env.norm_obs and sb3.env.norm_reward and sb3.env.gamma == args.gamma
     shapes = {tuple(p.shape) for p in sb3.policy.mlp_extractor.parameters()}
-    assert shapes == {(64, 3), (64,), (64, 64)} and sb3.policy.optimizer.defaults["eps"] == 1e-5
+    assert shapes == {(64, 3), (64,), (64, 64)}

@@ -1,0 +1,492 @@
+"""ppo_atari.py: its wrappers against Stable-Baselines3's on real games and on a scripted emulator, detail by detail (A1
+to A10), its network, and whole runs. What it shares with ppo_continuous_action.py is tested there."""
+
+import math
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import cv2
+import gymnasium as gym
+import imageio.v2 as imageio
+import numpy as np
+import pytest
+import torch
+from stable_baselines3.common.atari_wrappers import AtariWrapper
+from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack
+from torch import nn
+
+import ppo_atari as ppo
+
+SCRIPT = Path(ppo.__file__)
+SMALL = ("--num-envs", "2", "--num-steps", "16", "--num-minibatches", "2", "--update-epochs", "2", "--no-compile",
+         "--num-threads", "1", "--eval-episodes", "1")
+
+
+class FakeALE:
+    """An emulator in which frame k after a reset is filled with gray 3k; `script` says which frame does what: a number
+    is its reward, "life" takes one of three lives, "over" and "cut" end the game. Keeps the actions of every game."""
+
+    def __init__(self, script):
+        self.script, self.games = script, []
+
+    def reset_game(self):
+        self.games.append([])
+        self.left, self.over, self.cut = 3, False, False
+
+    def act(self, action):
+        assert not self.over, "an action after the end of the game"
+        self.games[-1].append(int(action))
+        event = self.script.get(len(self.games[-1]), 0.0)
+        self.left -= event == "life"
+        self.over, self.cut = event in ("over", "cut"), event == "cut"
+        return 0.0 if isinstance(event, str) else event
+
+    def game_over(self, with_truncation=True):
+        return self.over and (with_truncation or not self.cut)
+
+    def game_truncated(self):
+        return self.cut
+
+    def lives(self):
+        return self.left
+
+    def cloneState(self, include_rng):
+        return self
+
+    def __getstate__(self):
+        return b""
+
+    def getScreenDims(self):
+        return 210, 160
+
+    def getScreenRGB(self, out=None):
+        out = np.zeros((210, 160, 3), np.uint8) if out is None else out
+        out[:] = 3 * len(self.games[-1]) % 256
+        return out
+
+
+class Fake(gym.Env):
+    """A game of FakeALE."""
+
+    metadata = {"render_modes": ["rgb_array"]}
+    action_space = gym.spaces.Discrete(4)
+
+    def __init__(self, script=None, actions=("NOOP", "FIRE", "RIGHT", "LEFT"), **kwargs):
+        assert kwargs.items() >= {"frameskip": 1, "repeat_action_probability": 0.0}.items()
+        self.ale, self.names, self._action_set = FakeALE(script or {}), list(actions), range(10, 10 + len(actions))
+
+    def get_action_meanings(self):
+        return self.names
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.ale.reset_game()
+        return self.ale.getScreenRGB(), {}
+
+
+class BrightSideALE(FakeALE):
+    """Sixty frames; the brighter half of the screen says which of two actions is rewarded."""
+
+    def __init__(self):
+        super().__init__({60: "over"})
+        self.random = np.random.default_rng(0)
+
+    def reset_game(self):
+        super().reset_game()
+        self.side = self.random.integers(2)
+
+    def act(self, action):
+        super().act(action)
+        return float(action == 10 + self.side)
+
+    def getScreenRGB(self, out=None):
+        out = np.zeros((210, 160, 3), np.uint8) if out is None else out
+        out[:] = 0
+        out[:, 80 * self.side : 80 * self.side + 80] = 200
+        return out
+
+
+class BrightSide(Fake):
+    def __init__(self, **kwargs):
+        super().__init__(actions=("NOOP", "RIGHT"), **kwargs)
+        self.ale = BrightSideALE()
+
+
+LIVES = {38: 2.0, 39: -3.0, 40: "life", 60: 0.25, 70: "over"}
+exact = {"repeat_action_probability": 0.0}
+gym.register("FakeNoFrameskip-v4", Fake, kwargs=exact)
+gym.register("LivesNoFrameskip-v4", Fake, kwargs=exact | {"script": LIVES, "actions": ("NOOP", "UP", "DOWN")})
+gym.register("FireNoFrameskip-v4", Fake, kwargs=exact | {"script": LIVES})
+gym.register("CutNoFrameskip-v4", Fake, kwargs=exact | {"script": {50: "cut"}, "actions": ("NOOP", "UP")})
+gym.register("BrightSideNoFrameskip-v4", BrightSide, kwargs=exact)
+gym.register("ShortPongNoFrameskip-v4", "ale_py.env:AtariEnv", kwargs={
+    "game": "pong", "repeat_action_probability": 0.0, "frameskip": 1, "max_num_frames_per_episode": 300})
+
+
+def frame(screen):
+    """Grayscale, 84 x 84."""
+    return cv2.resize(cv2.cvtColor(screen, cv2.COLOR_RGB2GRAY), (84, 84), interpolation=cv2.INTER_AREA)
+
+
+def gray(k):
+    """A FakeALE's frame k as the network sees it."""
+    return frame(np.full((210, 160, 3), 3 * k % 256, np.uint8))
+
+
+def args_for(**flags):
+    return ppo.Args(compile=False, **flags)
+
+
+def test_defaults_are_the_constants_of_baselines():
+    expected = {"env_id": "BreakoutNoFrameskip-v4", "total_timesteps": 10_000_000, "learning_rate": 2.5e-4,
+                "num_envs": 8, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4, "gamma": 0.99,
+                "gae_lambda": 0.95, "clip_coef": 0.1, "ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5,
+                "anneal_lr": True, "clip_vloss": True, "norm_adv": True, "amp": False, "bootstrap_truncated": True}
+    assert {name: asdict(ppo.Args())[name] for name in expected} == expected
+
+
+GAMES = {"BreakoutNoFrameskip-v4": 5, "PongNoFrameskip-v4": 2, "SeaquestNoFrameskip-v4": 3, "FreewayNoFrameskip-v4": 0,
+         "QbertNoFrameskip-v4": 4, "ALE/Breakout-v5": 3, "ShortPongNoFrameskip-v4": 10}
+
+
+@pytest.mark.parametrize("env_id", GAMES)
+def test_a1_to_a7_frames_rewards_and_ends_equal_those_of_stable_baselines3(env_id):
+    """2,000 random steps in two games: the same frames, rewards and ends as Stable-Baselines3's wrappers, but for the
+    observation that ends an episode: there it's as old as the last full skip, and "doesn't matter"."""
+    ours = ppo.Envs(env_id, 2, 7)
+
+    def make(seed):
+        env = gym.make(env_id, frameskip=1, repeat_action_probability=0.0, disable_env_checker=True)
+        env.unwrapped.reset(seed=int(seed))
+        return AtariWrapper(env, action_repeat_probability=0.25 if env_id.startswith("ALE/") else 0.0)
+
+    seeds = np.random.SeedSequence(7).generate_state(2)
+    theirs = VecFrameStack(DummyVecEnv([lambda s=s: make(s) for s in seeds]), 4)
+    obs, actions, kinds = theirs.reset(), np.random.default_rng(0), []
+    for step in range(1000):
+        np.testing.assert_array_equal(ours.obs, obs.transpose(0, 3, 1, 2), err_msg=f"step {step}")
+        action = actions.integers(theirs.action_space.n, size=2)
+        rewards, ended = ours.step(action)
+        obs, their_rewards, dones, infos = theirs.step(action)
+        np.testing.assert_array_equal(rewards, their_rewards)
+        assert [record[0] for record in ended] == np.flatnonzero(dones).tolist()
+        for i, _, _, ended_by, _ in ended:
+            assert (ended_by == "truncation") == infos[i]["TimeLimit.truncated"]
+            kinds.append(ended_by)
+    assert len(kinds) >= GAMES[env_id], "too few ends to compare"
+
+
+def test_a1_a_game_starts_with_1_to_30_no_ops():
+    envs, counts = ppo.Envs("LivesNoFrameskip-v4", 1, 1), []
+    for _ in range(600):
+        envs.reset_env(0, new_game=True)
+        game = envs.envs[0].ale.games[-1]
+        assert set(game) == {10}
+        counts.append(len(game))
+    assert set(counts) == set(range(1, 31))
+    np.testing.assert_array_equal(envs.obs[0, 3], gray(counts[-1]))
+
+
+def test_a1_a_game_that_ends_in_its_no_ops_starts_again():
+    envs = ppo.Envs("LivesNoFrameskip-v4", 1, 1)
+    envs.envs[0].ale.script = {3: "over"}
+    for _ in range(20):
+        envs.reset_env(0, new_game=True)
+        assert not envs.envs[0].ale.over
+
+
+def test_a2_fire_and_the_action_after_it_follow_a_reset_and_a_lost_life():
+    envs = ppo.Envs("FireNoFrameskip-v4", 1, 1)
+    envs.envs[0].ale.script = {60: "life"}
+    envs.reset_env(0, new_game=True)
+    game = envs.envs[0].ale.games[-1]
+    noops = len(game) - 8
+    assert game == [10] * noops + [11] * 4 + [12] * 4 and 1 <= noops <= 30
+    while not (ended := envs.step([3])[1]):
+        pass
+    assert ended[0][3] == "life"
+    assert game[60:][-12:] == [10] * 4 + [11] * 4 + [12] * 4
+    assert set(game[noops + 8 : -12]) == {13}
+
+
+@pytest.mark.parametrize("event", ["life", "over"])
+def test_a2_an_episode_that_ends_in_its_fire_starts_again(event):
+    envs = ppo.Envs("FireNoFrameskip-v4", 1, 1)
+    ale = envs.envs[0].ale
+    ale.script = {}
+    envs.envs[0].np_random.bit_generator.state = np.random.PCG64(5).state
+    noops = int(np.random.Generator(np.random.PCG64(5)).integers(1, 31))
+    ale.script = {noops + 3: event}
+    envs.reset_env(0, new_game=True)
+    assert not ale.over and len(ale.games[-1]) > 4
+
+
+def test_a3_a_lost_life_ends_the_episode_but_not_the_game():
+    envs = ppo.Envs("LivesNoFrameskip-v4", 1, 1)
+    ale, ends, played, rewards = envs.envs[0].ale, [], len(envs.envs[0].ale.games), []
+    before = len(ale.games[-1])
+    while len(ends) < 2:
+        reward, ended = envs.step([1])
+        rewards.append(reward[0])
+        ends += ended
+    (_, _, length, first, _), (_, game_return, whole_length, second, _) = ends
+    assert (first, second) == ("life", "termination")
+    game = ale.games[played - 1]
+    assert len(game) == 70 and len(ale.games) == played + 1
+    after_life = game[before + 4 * length :]
+    assert after_life[:4] == [10] * 4 and set(after_life[4:]) == {11}, "the soft reset is one no-op step"
+    assert game_return == 2.0 - 3.0 + 0.25, "the return is of the whole game, unclipped"
+    assert whole_length == len(rewards) == envs.episode_counts[0] * len(rewards)
+    assert envs.episode_returns[0] == envs.episode_lengths[0] == 0 and envs.lives[0] == 3
+
+
+def test_a3_no_life_lost_at_the_last_one_and_none_won():
+    envs = ppo.Envs("LivesNoFrameskip-v4", 1, 1)
+    envs.envs[0].ale.script = {}
+    for lives, expected in ((4, []), (2, ["life"]), (2, []), (0, [])):
+        envs.envs[0].ale.left = lives
+        assert [record[3] for record in envs.step([0])[1]] == expected
+
+
+def test_a4_four_frames_an_action_rewards_summed_maximum_of_the_last_two():
+    envs = ppo.Envs("LivesNoFrameskip-v4", 1, 1)
+    ale = envs.envs[0].ale
+    start = len(ale.games[-1])
+    ale.script = {start + k: float(10**k) for k in range(1, 5)}
+    screens = {start + k: np.random.randint(0, 256, (210, 160, 3)).astype(np.uint8) for k in range(1, 5)}
+
+    def screen(out):
+        out[:] = screens[len(ale.games[-1])]
+
+    ale.getScreenRGB = screen
+    envs.step([2])
+    assert ale.games[-1][start:] == [12] * 4 and envs.episode_returns[0] == 11110.0
+    np.testing.assert_array_equal(envs.obs[0, 3], frame(np.maximum(screens[start + 3], screens[start + 4])))
+
+
+def test_a6_four_frames_are_stacked_and_zero_after_a_reset_and_a_lost_life():
+    envs = ppo.Envs("LivesNoFrameskip-v4", 1, 1)
+    ale, seen, frames_in_episode = envs.envs[0].ale, [], 1
+    for _ in range(40):
+        planes = envs.obs[0].reshape(4, -1)
+        shown = min(frames_in_episode, 4)
+        assert planes[: 4 - shown].sum() == 0 and (planes[4 - shown :].max(1) > 0).all()
+        assert (np.diff(planes[4 - shown :, 0].astype(int)) == 12).all() or shown == 1
+        np.testing.assert_array_equal(envs.obs[0, 3], gray(len(ale.games[-1])))
+        newest, ended = planes[1:].copy(), envs.step([0])[1]
+        final = ended[0][4] if ended else envs.obs[0]
+        np.testing.assert_array_equal(final[:3].reshape(3, -1), newest)
+        frames_in_episode = 1 if ended else frames_in_episode + 1
+        seen += [record[3] for record in ended]
+    assert {"life", "termination"} <= set(seen)
+
+
+def test_a7_rewards_are_signs():
+    envs = ppo.Envs("LivesNoFrameskip-v4", 1, 1)
+    ale = envs.envs[0].ale
+    start = len(ale.games[-1])
+    ale.script = {start + 1: -3.0, start + 6: 0.0, start + 9: 0.2}
+    assert [envs.step([0])[0].tolist() for _ in range(3)] == [[-1.0], [0.0], [1.0]]
+
+
+def test_a8_frames_are_stored_as_bytes_and_scaled_in_the_network():
+    agent, envs = ppo.Agent(4), ppo.Envs("FakeNoFrameskip-v4", 2, 1)
+    obs = ppo.rollout(agent, envs, 3)[0]
+    assert obs.dtype == np.uint8 and obs.shape == (3, 2, 4, 84, 84)
+    inputs = []
+    agent.network.register_forward_pre_hook(lambda _, x: inputs.append(x[0]))
+    agent.heads(torch.from_numpy(obs[0]))
+    np.testing.assert_allclose(inputs[0].numpy(), obs[0] / 255, rtol=1e-6)
+
+
+def test_a9_a10_network_has_1687719_parameters_for_six_actions_and_one_trunk():
+    agent = ppo.Agent(6)
+    assert sum(p.numel() for p in agent.parameters()) == 1_687_719
+    assert [type(layer) for layer in agent.network if not isinstance(layer, (nn.Conv2d, nn.Linear))] == [
+        nn.ReLU, nn.ReLU, nn.ReLU, nn.Flatten, nn.ReLU]
+    obs = torch.randint(0, 256, (5, 4, 84, 84), dtype=torch.uint8)
+    logprobs, entropy, values = agent(obs, torch.zeros(5, dtype=torch.int64))
+    for output in (logprobs, values):
+        agent.zero_grad()
+        output.sum().backward(retain_graph=True)
+        assert all(layer.weight.grad.norm() > 0 for layer in agent.network if hasattr(layer, "weight"))
+    assert entropy.detach().numpy() == pytest.approx(math.log(6), abs=1e-3)
+
+
+def test_g9_layers_are_orthogonal_with_their_gains_and_no_bias():
+    agent = ppo.Agent(6)
+    gains = [(layer, math.sqrt(2)) for layer in agent.network if hasattr(layer, "weight")]
+    for layer, gain in [*gains, (agent.actor, 0.01), (agent.critic, 1.0)]:
+        weight = layer.weight.detach().flatten(1)
+        square = weight @ weight.T if len(weight) <= weight.shape[1] else weight.T @ weight
+        np.testing.assert_allclose(square, gain**2 * np.eye(len(square)), atol=1e-5)
+        assert not layer.bias.detach().any()
+
+
+def test_log_probabilities_and_entropy_equal_those_of_a_categorical():
+    agent = ppo.Agent(5)
+    nn.init.normal_(agent.actor.weight)
+    obs, actions = torch.randint(0, 256, (7, 4, 84, 84), dtype=torch.uint8), torch.tensor([0, 1, 2, 3, 4, 0, 1])
+    logprobs, entropy, values = agent(obs, actions)
+    logits, other_values = agent.heads(obs)
+    reference = torch.distributions.Categorical(logits=logits)
+    torch.testing.assert_close(logprobs, reference.log_prob(actions))
+    torch.testing.assert_close(entropy, reference.entropy())
+    torch.testing.assert_close(values, other_values)
+
+
+def test_rollout_samples_the_policy_and_its_log_probabilities_and_values_are_those_of_training():
+    agent, envs = ppo.Agent(4), ppo.Envs("FakeNoFrameskip-v4", 2, 1)
+    nn.init.zeros_(agent.actor.weight)
+    agent.actor.bias.data = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+    obs, actions, logprobs, values, *_ = ppo.rollout(agent, envs, 400)
+    shares = np.bincount(actions.ravel(), minlength=4) / 800
+    np.testing.assert_allclose(shares, [0.1, 0.2, 0.3, 0.4], atol=4 * 0.5 / math.sqrt(800))
+    with torch.no_grad():
+        new_logprobs, _, new_values = agent(torch.from_numpy(obs).flatten(0, 1), torch.from_numpy(actions).flatten())
+    np.testing.assert_allclose(logprobs.ravel(), new_logprobs, atol=1e-5)
+    np.testing.assert_allclose(values.ravel(), new_values, atol=1e-5)
+
+
+def test_a_lost_life_terminates_for_the_learner_and_is_no_episode():
+    *_, terminations, truncations, episodes = ppo.rollout(ppo.Agent(3), ppo.Envs("LivesNoFrameskip-v4", 1, 1), 60)
+    assert not truncations.any()
+    assert terminations.sum() > len(episodes) > 0 and {episode[4] for episode in episodes} == {"termination"}
+
+
+def test_the_frame_limit_is_a_truncation_with_its_final_observation():
+    envs = ppo.Envs("CutNoFrameskip-v4", 1, 1)
+    *_, terminations, truncations, episodes = ppo.rollout(ppo.Agent(2), envs, 40)
+    assert not terminations.any() and truncations.sum() == len(episodes) > 0
+    assert all(episode[4] == "truncation" and episode[5].any() for episode in episodes)
+    assert [bool(truncations[episode[0], 0]) for episode in episodes] == [True] * len(episodes)
+
+
+@pytest.mark.parametrize("env_id", ["SeaquestNoFrameskip-v4", "ALE/Breakout-v5", "PongNoFrameskip-v4"])
+def test_games_go_on_from_a_saved_state_bit_for_bit(env_id, tmp_path):
+    envs, random = ppo.Envs(env_id, 2, 3), np.random.default_rng(1)
+    actions = random.integers(len(envs.action_names), size=(700, 2))
+    for action in actions[:200]:
+        envs.step(action)
+    torch.save(envs.state(), tmp_path / "state.pt")
+    copy = ppo.Envs(env_id, 2, 4)
+    copy.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    ends = 0
+    for action in actions[200:]:
+        np.testing.assert_array_equal(envs.obs, copy.obs)
+        (rewards, ended), (copied_rewards, copied_ended) = envs.step(action), copy.step(action)
+        np.testing.assert_array_equal(rewards, copied_rewards)
+        assert [record[:4] for record in ended] == [record[:4] for record in copied_ended]
+        ends += len(ended)
+    assert ends or env_id.startswith("Pong")
+
+
+def test_bfloat16_is_near_float32():
+    torch.manual_seed(1)
+    agent = ppo.Agent(4)
+    obs = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
+    exact = agent.heads(obs)
+    agent.amp = True
+    for rounded, output in zip(agent.heads(obs), exact):
+        assert rounded.dtype == torch.float32 and not torch.equal(rounded, output)
+        torch.testing.assert_close(rounded, output, rtol=0.05, atol=0.05)
+
+
+def test_drawing_shows_the_screen_the_names_and_bars_as_long_as_the_probabilities():
+    screen = np.random.randint(0, 256, (210, 160, 3)).astype(np.uint8)
+    names = ("NOOP", "FIRE", "DOWNRIGHTFIRE")
+    picture = ppo.draw(screen, names, np.array([0.0, 0.5, 1.0], np.float32))
+    np.testing.assert_array_equal(picture[::2, :320:2], screen)
+    bars = [(picture[2 * y - 6, 320:, 0] == 255).sum() for y in (9, 20, 31)]
+    widths = [int((picture[2 * (9 + 11 * k) - 6, 2 * (160 + 88) :] == (255, 160, 0)).all(1).sum()) for k in range(3)]
+    assert widths == [2, 2 * 36, 2 * 71] and bars
+    assert not (ppo.draw(screen, names, ())[:, 320:]).any()
+
+
+def run(folder, *flags, code=0):
+    """python ppo_atari.py in folder; returns what it printed."""
+    done = subprocess.run([sys.executable, str(SCRIPT), *flags], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def results(run_dir):
+    """What must be equal in two runs: weights, optimizer and counters, episodes without wall times, evaluation."""
+    checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    rows = [row.split(",") for row in (run_dir / "episodes.csv").read_text().splitlines()]
+    weights = [x.numpy().tobytes() for x in (*checkpoint["agent"].values(), *checkpoint["optimizer"].values())]
+    return weights, [row[:1] + row[2:] for row in rows], (run_dir / "evaluation.json").read_text()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of 20 iterations on Breakout, with video."""
+    folder = tmp_path_factory.mktemp("whole")
+    output = run(folder, *SMALL, "--total-timesteps", "640", "--run-name", "whole", "--capture-video",
+                 "--video-interval", "1")
+    return folder / "runs" / "whole", output
+
+
+def test_same_seed_same_bits_without_video_and_resumed_after_a_kill_in_mid_game(whole, tmp_path):
+    flags = (*SMALL, "--total-timesteps", "640", "--run-name", "again", "--checkpoint-interval", "3")
+    killer = ("import os, runpy, sys, pathlib; import numpy as np; steps = 0\n"
+              "def spy(original):\n"
+              "    def sign(*args, **kwargs):\n"
+              "        global steps; steps += 1\n"
+              "        if steps == 150: os.kill(os.getpid(), 9)\n"
+              "        return original(*args, **kwargs)\n"
+              "    return sign\n"
+              "np.sign = spy(np.sign); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", killer, str(SCRIPT), *flags], cwd=tmp_path, capture_output=True)
+    assert done.returncode == -9
+    run_dir = tmp_path / "runs" / "again"
+    iteration = torch.load(run_dir / "checkpoint.pt", weights_only=True)["iteration"]
+    assert 0 < iteration < 10
+    run(tmp_path, "--resume", str(run_dir))
+    assert results(run_dir) == results(whole[0])
+
+
+def test_a_run_leaves_its_files_and_videos(whole):
+    run_dir, output = whole
+    names = {path.name for path in run_dir.iterdir()}
+    assert {"checkpoint.pt", "config.json", "episodes.csv", "evaluation.json", "videos"} <= names
+    assert "evaluation:" in output and "1 episodes" in output
+    episodes = [row.split(",") for row in (run_dir / "episodes.csv").read_text().splitlines()[1:]]
+    assert episodes and {row[5] for row in episodes} <= {"termination", "truncation"}
+    frames = imageio.mimread(run_dir / "videos" / "evaluation" / "episode-0.mp4", memtest=False)
+    assert frames[0].shape == (420, 640, 3)
+    assert np.ptp(frames[len(frames) // 2][:, :320]) > 100, "the game, in colour"
+    orange = (np.abs(frames[0][:, 320:].astype(int) - (255, 160, 0)) < 60).all(2).sum(1)
+    assert (orange > 20).any(), "bars of the probabilities"
+    training = imageio.mimread(next((run_dir / "videos").glob("episode-*.mp4")), memtest=False)
+    assert not (np.abs(training[0][:, 320:].astype(int) - (255, 160, 0)) < 60).all(2).any()
+
+
+def test_evaluate_plays_the_same_games(whole):
+    output = run(whole[0].parent, "--evaluate", str(whole[0]))
+    assert output.count("evaluation:") == 1
+    line = next(line for line in output.splitlines() if line.startswith("evaluation:"))
+    assert line in whole[1]
+
+
+@pytest.mark.parametrize("env_id, words", [
+    ("CartPole-v1", ["CartPole-v1", "NAMENoFrameskip-v4", "ALE/NAME-v5"]),
+    ("Breakout-v4", ["NAMENoFrameskip-v4"]),
+    ("BreakotNoFrameskip-v4", ["can't make", "BreakoutNoFrameskip"]),
+    ("ALE/Breakuot-v5", ["can't make", "Breakout"]),
+])
+def test_what_is_no_atari_game_is_refused_with_one_sentence(env_id, words, tmp_path):
+    output = run(tmp_path, "--env-id", env_id, code=2)
+    error = [line for line in output.splitlines() if line.startswith("error:")]
+    assert len(error) == 1 and "Traceback" not in output and not (tmp_path / "runs").exists()
+    assert all(word in error[0] for word in words), error[0]
+
+
+def test_the_bright_side_is_found(run_script):
+    module = run_script(SCRIPT, "--env-id", "BrightSideNoFrameskip-v4", "--total-timesteps", "4096", "--num-envs", "4",
+                        "--num-steps", "32", "--num-minibatches", "2", "--no-compile", "--num-threads", "1",
+                        "--learning-rate", "1e-3", "--eval-episodes", "5")
+    lengths = module.evaluate(module.agent, module.args)
+    assert min(r / (4 * n) for r, n in zip(lengths["returns"], lengths["lengths"])) > 0.9

@@ -1,0 +1,96 @@
+"""What one script defines under a name, each other script that has the name defines in the same text."""
+
+import ast
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = sorted(ROOT.glob("*.py"))
+# Definitions that differ between scripts, and flags that differ in default or help text, each with the reason
+DIFFERENT = {
+    "make_env": "kinds of environments",
+    "Envs": "what the vector normalises, stacks and counts",
+    "Envs.COUNTERS": "what is counted",
+    "Envs.__init__": "what is normalised, stacked and counted",
+    "Envs.reset_env": "Atari's no-ops, FIRE and lives",
+    "Envs.step_env": "what is drawn in a video, and who says that an episode ended",
+    "Envs.step": "VecNormalize, or signs of the rewards and lives",
+    "Envs.state": "an emulator is saved, other environments are replayed",
+    "Envs.load_state": "an emulator is saved, other environments are replayed",
+    "Agent": "the network",
+    "Agent.__init__": "the network",
+    "Agent.forward": "normal or categorical distribution",
+    "rollout": "whether the actor alone is computed, or all outputs of a shared trunk",
+    "evaluate": "statistics to bring, probabilities to draw",
+    "AlgorithmArgs.env_id": "default",
+    "AlgorithmArgs.total_timesteps": "default",
+    "AlgorithmArgs.learning_rate": "default",
+    "AlgorithmArgs.num_envs": "default",
+    "AlgorithmArgs.num_steps": "default",
+    "AlgorithmArgs.num_minibatches": "default",
+    "AlgorithmArgs.update_epochs": "default",
+    "AlgorithmArgs.clip_coef": "default",
+    "AlgorithmArgs.ent_coef": "default",
+}
+
+
+def definitions(text):
+    """Qualified name -> source of every function, class, method, flag and constant of a script, but for the main block;
+    of a class that is its head (decorators, bases, docstring), of a flag its line with the help text."""
+    lines, found = text.splitlines(), {}
+
+    def add(node, prefix):
+        name = node.target.id if isinstance(node, ast.AnnAssign) else getattr(node, "name", None) or node.targets[0].id
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+        inner = [n for n in node.body if isinstance(n, KINDS)] if isinstance(node, ast.ClassDef) else []
+        last = inner[0].lineno - 1 if inner else node.end_lineno
+        found[prefix + name] = "\n".join(lines[first - 1 : last]).rstrip()
+        for n in inner:
+            add(n, f"{prefix}{name}.")
+
+    for node in ast.parse(text).body:
+        if isinstance(node, KINDS):
+            add(node, "")
+    return found
+
+
+KINDS = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+
+
+def without_default(flag):
+    """A flag's line as its name and type, and its help text."""
+    return flag.partition(" = ")[0], flag.partition("  # ")[2]
+
+
+@pytest.mark.parametrize("a, b", list(combinations(SCRIPTS, 2)), ids=lambda path: path.stem)
+def test_shared_definitions_are_the_same_text(a, b):
+    one, other = definitions(a.read_text()), definitions(b.read_text())
+    shared = one.keys() & other.keys()
+    assert {"RunArgs.seed", "Args.__post_init__", "save_checkpoint", "layer_init"} <= shared
+    differing = {name for name in shared if one[name] != other[name]}
+    assert differing <= DIFFERENT.keys(), f"{a.name} and {b.name} differ in {sorted(differing - DIFFERENT.keys())}"
+    for name in differing:
+        if name.startswith("AlgorithmArgs.") and name != "AlgorithmArgs.env_id":
+            assert without_default(one[name]) == without_default(other[name]), f"{name}: name, type or help text"
+
+
+def test_no_entry_of_the_list_is_out_of_date():
+    texts = [definitions(path.read_text()) for path in SCRIPTS]
+    for name in DIFFERENT:
+        assert len({text[name] for text in texts if name in text}) > 1, f"{name} is the same everywhere"
+
+
+@pytest.mark.parametrize("name", ["save_checkpoint", "RunArgs.seed", "Args.__post_init__", "METRICS", "layer_init"])
+def test_one_character_less_is_a_difference(name):
+    text = SCRIPTS[0].read_text()
+    source = definitions(text)[name]
+    assert text.count(source) == 1
+    for position in range(len(source) - 12, len(source)):
+        shorter = source[:position] + source[position + 1 :]
+        try:
+            changed = definitions(text.replace(source, shorter))
+        except SyntaxError:
+            continue
+        assert changed.get(name) != source
