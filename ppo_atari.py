@@ -160,17 +160,16 @@ class Envs:
 
     def __init__(self, env_id, num_envs, seed, video_dir=None, video_interval=1):
         self.envs = [make_env(env_id) for i in range(num_envs)]
-        self.action_names, self.probabilities = self.envs[0].get_action_meanings(), ()
+        self.action_names, self.probabilities, self.unseen = self.envs[0].get_action_meanings(), (), []
         self.video_dir, self.video_interval, self.video = video_dir, video_interval, None
         self.screens = np.zeros((num_envs, 2, *self.envs[0].ale.getScreenDims(), 3), np.uint8)
         self.obs = np.zeros((num_envs, 4, 84, 84), np.uint8)
         self.sticky = gym.spec(env_id).kwargs.get("repeat_action_probability", 0.25)  # 0.25 is the emulator's default
-        self.lives, self.last_actions = np.zeros(num_envs, int), np.zeros(num_envs, int)
+        self.lives, self.last_actions, self.episode_lengths, self.episode_counts = np.zeros((4, num_envs), int)
         self.episode_returns = np.zeros(num_envs)
-        self.episode_lengths, self.episode_counts = np.zeros(num_envs, int), np.zeros(num_envs, int)
         for i, env_seed in enumerate(np.random.SeedSequence(seed).generate_state(num_envs)):
             self.envs[i].reset(seed=int(env_seed))
-            self.reset_env(i, new_game=True)
+            self.reset_env(i)
 
     def act(self, i, action):
         """Plays one frame, of a v5 game with the last action instead in one of four cases (sticky actions; drawn here,
@@ -180,7 +179,8 @@ class Envs:
         return self.envs[i].ale.act(self.envs[i]._action_set[self.last_actions[i]])
 
     def skip(self, i, action):
-        """Plays an action for four frames, of which the last two are kept (A4); returns reward and what ended."""
+        """Plays an action for four frames, of which the last two are kept (A4). Returns the reward and what ended: the
+        game, by "termination" or "truncation", a "life", or None."""
         ale, reward = self.envs[i].ale, 0.0
         for frame in range(4):
             reward += self.act(i, action)
@@ -188,15 +188,24 @@ class Envs:
                 ale.getScreenRGB(self.screens[i, frame - 2])
             if ale.game_over():
                 break
-        lost, self.lives[i] = 0 < ale.lives() < self.lives[i], ale.lives()
+        lost, self.lives[i] = "life" if 0 < ale.lives() < self.lives[i] else None, ale.lives()
         self.episode_returns[i] += reward  # of the whole game, no-ops and FIRE after a lost life too
-        game_end = "truncation" if ale.game_truncated() else "termination" if ale.game_over() else None
-        return reward, game_end or ("life" if lost else None)
+        return reward, "truncation" if ale.game_truncated() else "termination" if ale.game_over() else lost
 
-    def go_on(self, i, new_game):
-        """Starts a game with 1 to 30 no-ops (A1), or goes on after a lost life with one (A3)."""
+    def skip_unseen(self, i, action):
+        """skip() in a reset: its reward is not learned from, but a game that ends there counts. Returns what ended."""
+        ended_by = self.skip(i, action)[1]
+        if ended_by not in (None, "life") and self.episode_lengths[i]:
+            self.unseen.append((i, self.episode_returns[i].item(), self.episode_lengths[i].item(), ended_by))
+        return ended_by
+
+    def begin(self, i, ended_by):
+        """Goes on with a no-op after a lost life (A3), or starts a game with 1 to 30 of them (A1)."""
         ale = self.envs[i].ale
-        if new_game or self.skip(i, 0)[1] not in (None, "life"):
+        if ended_by != "life" or self.skip_unseen(i, 0) not in (None, "life"):
+            if i == 0 and self.video:
+                self.video = self.video.close()
+            self.episode_counts[i] += self.episode_lengths[i] > 0
             self.episode_returns[i], self.episode_lengths[i], self.last_actions[i] = 0.0, 0, 0
             ale.reset_game()
             for _ in range(self.envs[i].np_random.integers(1, 31)):
@@ -204,14 +213,14 @@ class Envs:
                 if ale.game_over():
                     ale.reset_game()
             self.screens[i] = ale.getScreenRGB()
-            self.lives[i] = ale.lives()
+        self.lives[i] = ale.lives()
 
-    def reset_env(self, i, new_game):
+    def reset_env(self, i, ended_by=None):
         """Starts an episode in game i, with FIRE and the action after it where a game has that (A2)."""
-        self.go_on(i, new_game)
+        self.begin(i, ended_by)
         for action in (1, 2) if "FIRE" in self.action_names else ():
-            if ended_by := self.skip(i, action)[1]:
-                self.go_on(i, ended_by != "life")
+            if ended_by := self.skip_unseen(i, action):
+                self.begin(i, ended_by)
         self.obs[i] = 0  # A6: as ppo2's VecFrameStack; the wrapper of DQN repeats the first frame instead
         self.see(i)
 
@@ -222,7 +231,7 @@ class Envs:
         self.obs[i, -1] = cv2.resize(gray, (84, 84), interpolation=cv2.INTER_AREA)
 
     def step_env(self, i, action):
-        """Steps game i with an action."""
+        """Steps game i with an action; obs[i] is what follows. Returns the reward and what ended, see skip."""
         env, episode = self.envs[i], self.episode_counts[i]
         if i == 0 and self.video_dir and not self.episode_lengths[i] and episode % self.video_interval == 0:
             self.video_dir.mkdir(parents=True, exist_ok=True)
@@ -235,10 +244,10 @@ class Envs:
         return reward, ended_by
 
     def step(self, actions):
-        """Steps every environment; actions: int (num_envs,).
-        Returns the signs of the rewards (A7), float64 (num_envs,), and the episodes that ended, [(i, return, length,
-        ended_by, final_obs)]: environment, whole game's return so far, length, "termination", "truncation" or "life",
-        and the observation (4, 84, 84) that the reset has replaced."""
+        """Steps every game; actions: int (num_envs,). Returns the signs of the rewards (A7), float64 (num_envs,), and
+        the episodes that ended, [(i, return, length, ended_by, final_obs)]: game, its return and length so far,
+        "termination", "truncation" or "life", and the observation (4, 84, 84) that the reset has replaced. A game that
+        ends in a reset follows as one more."""
         rewards, ended = np.zeros(len(actions)), []
         for i, action in enumerate(actions):
             rewards[i], ended_by = self.step_env(i, action)
@@ -247,18 +256,16 @@ class Envs:
                 ended.append((i, self.episode_returns[i].item(), self.episode_lengths[i].item(), ended_by,
                               self.obs[i].copy()))
         for i, *_, ended_by, _ in ended:
-            self.episode_counts[i] += ended_by != "life"
-            if i == 0 and self.video and ended_by != "life":
-                self.video = self.video.close()
-            self.reset_env(i, new_game=ended_by != "life")
+            self.reset_env(i, ended_by)
+        ended += [(*game, self.obs[game[0]].copy()) for game in self.unseen]
+        self.unseen = []
         return np.sign(rewards), ended
 
     def state(self):
         """All that load_state needs, as tensors and plain Python values."""
-        return {name: torch.tensor(getattr(self, name)) for name in self.COUNTERS} | {
-            "games": [env.ale.cloneState(include_rng=True).__getstate__() for env in self.envs],
-            "random": [env.np_random.bit_generator.state for env in self.envs],
-        }
+        games = [env.ale.cloneState(include_rng=True).__getstate__() for env in self.envs]
+        random = [env.np_random.bit_generator.state for env in self.envs]
+        return {name: torch.tensor(getattr(self, name)) for name in self.COUNTERS} | {"games": games, "random": random}
 
     def load_state(self, state):
         """Goes on from a state()."""
@@ -302,10 +309,9 @@ class Agent(nn.Module):
 
 def policy_of(agent):
     """The policy as a function of arrays: obs (n, 4, 84, 84) -> logits (n, num_actions), values (n,)."""
-    device = agent.actor.bias.device
     def policy(obs):
         with torch.no_grad():
-            return [x.cpu().numpy() for x in agent.heads(torch.from_numpy(obs).to(device))]
+            return [x.cpu().numpy() for x in agent.heads(torch.from_numpy(obs).to(agent.actor.bias.device))]
     return policy
 
 
@@ -314,8 +320,7 @@ def rollout(agent, envs, num_steps):
     float32 logprobs, values and rewards (num_steps, num_envs), bool terminations (lost lives too) and truncations, and
     the games that ended, [(step, i, return, length, ended_by, final_obs)], see Envs.step."""
     shape, policy, episodes = (num_steps, len(envs.envs)), policy_of(agent), []
-    obs, rewards = np.zeros((*shape, *envs.obs.shape[1:]), np.uint8), np.zeros(shape, np.float32)
-    logprobs, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    obs, (rewards, logprobs, values) = np.zeros((*shape, 4, 84, 84), np.uint8), np.zeros((3, *shape), np.float32)
     terminations, truncations = np.zeros(shape, bool), np.zeros(shape, bool)
     actions, noise = np.zeros(shape, int), -torch.empty(*shape, len(envs.action_names)).exponential_().log().numpy()
     for step in range(num_steps):
@@ -542,12 +547,11 @@ if __name__ == "__main__":
         lr = torch.tensor(args.learning_rate * (remaining if args.anneal_lr else 1.0), device=device)  # G6
         clip_coef = torch.tensor(args.clip_coef * (remaining if args.anneal_clip else 1.0), device=device)  # X1
 
-        *arrays, rewards, terminations, truncations, episodes = rollout(agent, envs, args.num_steps)
-        values, names = arrays[-1], ("obs", "actions", "logprobs", "values")
-        batch = {k: torch.from_numpy(x).flatten(0, 1).to(device) for k, x in zip(names, arrays)}
-        final_obs = torch.from_numpy(np.stack([*envs.obs, *(episode[-1] for episode in episodes)])).to(device)
-        with torch.no_grad():
-            final_values = agent.heads(final_obs)[1].cpu().numpy()
+        obs, actions, logprobs, values, *rest = rollout(agent, envs, args.num_steps)
+        rewards, terminations, truncations, episodes = rest
+        batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "values": values}
+        batch = {k: torch.from_numpy(x).flatten(0, 1).to(device) for k, x in batch.items()}
+        final_values = policy_of(agent)(np.stack([*envs.obs, *(episode[-1] for episode in episodes)]))[1]
         next_values = np.concatenate((values[1:], final_values[None, : args.num_envs]))
         for (step, i, *_), value in zip(episodes, final_values[args.num_envs :]):
             next_values[step, i] = value

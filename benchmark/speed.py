@@ -5,7 +5,8 @@ for ppo_continuous_action, all cores for ppo_atari.
     python -m benchmark.speed [SCRIPT] [--rounds 3] [--steps N] [--env-id ID] [--full] [--csv FILE]
 
 Steady state: from the end of the first iteration (rollout and update) to the end of the last; no start-up, compilation
-or final evaluation. Whole process: everything from the process's start to its end, an evaluation of one episode too, and what it comes to for 1M steps.
+or final evaluation. Whole process: everything from the process's start to its end, an evaluation of one episode too,
+and what it comes to for 1M steps.
 PlainRL's compiler cache is empty in the first round and filled in the others.
 """
 

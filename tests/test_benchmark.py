@@ -132,7 +132,8 @@ def test_speed_reads_marks_of_a_script_from_its_events(tmp_path):
 
 def test_speed_of_the_environment_alone_as_a_user_runs_it():
     """The worker's output gives the marks: no steps at first, all at the end, later."""
-    done = subprocess.run(speed.command_of("env", "ppo_continuous_action", "Pendulum-v1", 500, 1), capture_output=True, text=True)
+    command = speed.command_of("env", "ppo_continuous_action", "Pendulum-v1", 500, 1)
+    done = subprocess.run(command, capture_output=True, text=True)
     (first_step, first), (last_step, last) = json.loads(done.stdout)
     assert (first_step, last_step) == (0, 500) and last > first
 

@@ -181,7 +181,7 @@ def test_a1_to_a7_frames_rewards_and_ends_equal_those_of_stable_baselines3(env_i
 def test_a1_a_game_starts_with_1_to_30_no_ops():
     envs, counts = ppo.Envs("LivesNoFrameskip-v4", 1, 1), []
     for _ in range(600):
-        envs.reset_env(0, new_game=True)
+        envs.reset_env(0)
         game = envs.envs[0].ale.games[-1]
         assert set(game) == {10}
         counts.append(len(game))
@@ -193,14 +193,14 @@ def test_a1_a_game_that_ends_in_its_no_ops_starts_again():
     envs = ppo.Envs("LivesNoFrameskip-v4", 1, 1)
     envs.envs[0].ale.script = {3: "over"}
     for _ in range(20):
-        envs.reset_env(0, new_game=True)
+        envs.reset_env(0)
         assert not envs.envs[0].ale.over
 
 
 def test_a2_fire_and_the_action_after_it_follow_a_reset_and_a_lost_life():
     envs = ppo.Envs("FireNoFrameskip-v4", 1, 1)
     envs.envs[0].ale.script = {60: "life"}
-    envs.reset_env(0, new_game=True)
+    envs.reset_env(0)
     game = envs.envs[0].ale.games[-1]
     noops = len(game) - 8
     assert game == [10] * noops + [11] * 4 + [12] * 4 and 1 <= noops <= 30
@@ -219,7 +219,7 @@ def test_a2_an_episode_that_ends_in_its_fire_starts_again(event):
     envs.envs[0].np_random.bit_generator.state = np.random.PCG64(5).state
     noops = int(np.random.Generator(np.random.PCG64(5)).integers(1, 31))
     ale.script = {noops + 3: event}
-    envs.reset_env(0, new_game=True)
+    envs.reset_env(0)
     assert not ale.over and len(ale.games[-1]) > 4
 
 
@@ -240,6 +240,23 @@ def test_a3_a_lost_life_ends_the_episode_but_not_the_game():
     assert game_return == 2.0 - 3.0 + 0.25, "the return is of the whole game, unclipped"
     assert whole_length == len(rewards) == envs.episode_counts[0] * len(rewards)
     assert envs.episode_returns[0] == envs.episode_lengths[0] == 0 and envs.lives[0] == 3
+
+
+def test_a3_a_game_that_ends_in_a_reset_is_an_episode_too():
+    """The life is lost in the agent's fourth step, the game ends in the no-op after it: two records, one episode."""
+    envs = ppo.Envs("LivesNoFrameskip-v4", 1, 1)
+    ale = envs.envs[0].ale
+    start = len(ale.games[-1])
+    ale.script = {start + 2: 7.0, start + 13: "life", start + 18: 5.0, start + 19: "over"}
+    records = [envs.step([0])[1] for _ in range(4)]
+    assert [[record[:4] for record in step] for step in records] == [
+        [], [], [], [(0, 7.0, 4, "life"), (0, 12.0, 4, "termination")]]
+    assert envs.episode_counts[0] == 1 and envs.episode_lengths[0] == 0 and len(ale.games) == 3
+    envs = ppo.Envs("LivesNoFrameskip-v4", 1, 1)
+    envs.envs[0].ale.script = ale.script
+    *_, terminations, truncations, episodes = ppo.rollout(ppo.Agent(3), envs, 4)
+    assert [episode[:5] for episode in episodes] == [(3, 0, 12.0, 4, "termination")]
+    assert terminations[:, 0].tolist() == [False, False, False, True] and not truncations.any()
 
 
 def test_a3_no_life_lost_at_the_last_one_and_none_won():
