@@ -31,6 +31,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "ppo_continuous_action.py"
 
 TOY = '''
 import os
+import random
 import signal
 
 import gymnasium as gym
@@ -61,6 +62,7 @@ class Toy(gym.Env):
     def step(self, action):
         global steps
         steps += 1
+        random.random(), np.random.random()  # some environments do: these states must be saved, too
         if FAULT.startswith("SIG") and steps == int(FAULT_STEP):
             os.kill(os.getpid(), getattr(signal, FAULT))
         self.x = self.x + 0.1 * action + 0.1 * self.np_random.normal(size=2)
@@ -380,6 +382,8 @@ def test_resume_after_kill(whole, tmp_path, faults):
     assert result.returncode == 0, result.stderr
     assert differences(whole[0], tmp_path / RUN) == []
     assert "can't be brought back" not in result.stdout
+    walls = [float(row["wall_seconds"]) for row in episode_rows(tmp_path / RUN)]
+    assert walls == sorted(walls)  # the clock goes on, too
 
 
 def test_kill_before_first_checkpoint(tmp_path):
