@@ -137,8 +137,7 @@ def make_env(env_id):
     if not (env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/") and env_id.endswith("-v5")):
         fail(f"{env_id} is none of the Atari games that this script plays: NAMENoFrameskip-v4 or ALE/NAME-v5")
     try:
-        settings = {"frameskip": 1, "repeat_action_probability": 0.0, "render_mode": "rgb_array"}
-        return gym.make(env_id, **settings, disable_env_checker=True).unwrapped
+        return gym.make(env_id, frameskip=1, repeat_action_probability=0.0, disable_env_checker=True).unwrapped
     except Exception as error:  # environments have their own
         fail(f"can't make {env_id}: {' '.join(str(error).split())}")
 
@@ -153,9 +152,9 @@ def draw(screen, names, probabilities):
 
 
 class Envs:
-    """A vector of Atari games with openai/baselines' wrappers (common/atari_wrappers.py). A step that ends an episode
-    also resets it and gives the reset's observation (Gymnasium's SAME_STEP). A lost life ends an episode for the
-    learner, but the game goes on (A3). obs: uint8 (num_envs, 4, 84, 84), the present ones."""
+    """A vector of Atari games with openai/baselines' wrappers (common/atari_wrappers.py). A step that ends an episode,
+    for the learner a lost life does too (A3), also resets it and gives the reset's observation (Gymnasium's SAME_STEP).
+    obs: uint8 (num_envs, 4, 84, 84), the present ones."""
     COUNTERS = ("obs", "screens", "lives", "last_actions", "episode_returns", "episode_lengths", "episode_counts")
 
     def __init__(self, env_id, num_envs, seed, video_dir=None, video_interval=1):
@@ -164,7 +163,7 @@ class Envs:
         self.video_dir, self.video_interval, self.video = video_dir, video_interval, None
         self.screens = np.zeros((num_envs, 2, *self.envs[0].ale.getScreenDims(), 3), np.uint8)
         self.obs = np.zeros((num_envs, 4, 84, 84), np.uint8)
-        self.sticky = gym.spec(env_id).kwargs.get("repeat_action_probability", 0.25)  # 0.25 is the emulator's default
+        self.sticky = gym.spec(env_id.rpartition(":")[2]).kwargs.get("repeat_action_probability", 0.25)  # as ale_py
         self.lives, self.last_actions, self.episode_lengths, self.episode_counts = np.zeros((4, num_envs), int)
         self.episode_returns = np.zeros(num_envs)
         for i, env_seed in enumerate(np.random.SeedSequence(seed).generate_state(num_envs)):
@@ -172,25 +171,25 @@ class Envs:
             self.reset_env(i)
 
     def act(self, i, action):
-        """Plays one frame, of a v5 game with the last action instead in one of four cases (sticky actions; drawn here,
-        because the emulator's saved state lacks its last action). Returns the reward."""
+        """Plays a frame; in v5 games one in four repeats the last action, which the emulator's own state would lack."""
         if not self.sticky or self.envs[i].np_random.random() >= self.sticky:
             self.last_actions[i] = action
         return self.envs[i].ale.act(self.envs[i]._action_set[self.last_actions[i]])
 
     def skip(self, i, action):
-        """Plays an action for four frames, of which the last two are kept (A4). Returns the reward and what ended: the
-        game, by "termination" or "truncation", a "life", or None."""
+        """Plays an action for four frames, keeps the last two (A4). Returns the reward and what ended, or None."""
         ale, reward = self.envs[i].ale, 0.0
         for frame in range(4):
             reward += self.act(i, action)
             if frame >= 2:
                 ale.getScreenRGB(self.screens[i, frame - 2])
             if ale.game_over():
+                self.screens[i] = ale.getScreenRGB()
                 break
         lost, self.lives[i] = "life" if 0 < ale.lives() < self.lives[i] else None, ale.lives()
         self.episode_returns[i] += reward  # of the whole game, no-ops and FIRE after a lost life too
-        return reward, "truncation" if ale.game_truncated() else "termination" if ale.game_over() else lost
+        ended_by = "truncation" if ale.game_truncated() else lost
+        return reward, "termination" if ale.game_over(with_truncation=False) else ended_by
 
     def skip_unseen(self, i, action):
         """skip() in a reset: its reward is not learned from, but a game that ends there counts. Returns what ended."""
@@ -232,23 +231,22 @@ class Envs:
 
     def step_env(self, i, action):
         """Steps game i with an action; obs[i] is what follows. Returns the reward and what ended, see skip."""
-        env, episode = self.envs[i], self.episode_counts[i]
-        if i == 0 and self.video_dir and not self.episode_lengths[i] and episode % self.video_interval == 0:
+        episode, n = self.episode_counts[i], self.episode_lengths[i]  # n steps are in no video if the run was resumed
+        if i == 0 and self.video_dir and not self.video and episode % self.video_interval == 0:
             self.video_dir.mkdir(parents=True, exist_ok=True)
-            path, fps = self.video_dir / f"episode-{episode}.mp4", env.metadata.get("render_fps", 30)
-            self.video = imageio.get_writer(path, fps=fps, macro_block_size=2)
+            path = self.video_dir / f"episode-{episode}{f'-from-step-{n}' if n else ''}.mp4"
+            self.video = imageio.get_writer(path, fps=15, macro_block_size=2)
         if i == 0 and self.video:
-            self.video.append_data(draw(env.render(), self.action_names, self.probabilities))
+            self.video.append_data(draw(self.screens[i, 1], self.action_names, self.probabilities))
         reward, ended_by = self.skip(i, action)
         self.see(i)
         return reward, ended_by
 
     def step(self, actions):
-        """Steps every game; actions: int (num_envs,). Returns the signs of the rewards (A7), float64 (num_envs,), and
-        the episodes that ended, [(i, return, length, ended_by, final_obs)]: game, its return and length so far,
-        "termination", "truncation" or "life", and the observation (4, 84, 84) that the reset has replaced. A game that
-        ends in a reset follows as one more."""
-        rewards, ended = np.zeros(len(actions)), []
+        """Steps every game by actions, int (num_envs,). Returns the signs of the rewards (A7), float64 (num_envs,), and
+        what ended, [(i, the game's return and length so far, "termination", "truncation" or "life", observation (4, 84,
+        84) that the reset has replaced)]. A game that ends in a reset follows as one more."""
+        rewards, ended, self.unseen = np.zeros(len(actions)), [], []
         for i, action in enumerate(actions):
             rewards[i], ended_by = self.step_env(i, action)
             self.episode_lengths[i] += 1
@@ -257,9 +255,7 @@ class Envs:
                               self.obs[i].copy()))
         for i, *_, ended_by, _ in ended:
             self.reset_env(i, ended_by)
-        ended += [(*game, self.obs[game[0]].copy()) for game in self.unseen]
-        self.unseen = []
-        return np.sign(rewards), ended
+        return np.sign(rewards), ended + [(*game, self.obs[game[0]].copy()) for game in self.unseen]
 
     def state(self):
         """All that load_state needs, as tensors and plain Python values."""
@@ -271,11 +267,14 @@ class Envs:
         """Goes on from a state()."""
         for name in self.COUNTERS:
             getattr(self, name)[:] = state[name].numpy()
-        for env, game, random_state in zip(self.envs, state["games"], state["random"]):
+        for i, env in enumerate(self.envs):
+            env.np_random.bit_generator.state = state["random"][i]
             emulator = ale_py.ALEState.__new__(ale_py.ALEState)
-            emulator.__setstate__(game)
+            emulator.__setstate__(state["games"][i])
             env.ale.restoreState(emulator)
-            env.np_random.bit_generator.state = random_state
+            if env.ale.cloneState(include_rng=True).__getstate__() != state["games"][i]:
+                print(f"environment {i} can't be brought back to where it was: it starts a new episode")
+                self.reset_env(i)
 
 
 def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
@@ -316,13 +315,13 @@ def policy_of(agent):
 
 
 def rollout(agent, envs, num_steps):
-    """Plays num_steps in each environment (G10). Returns uint8 obs (num_steps, num_envs, 4, 84, 84), int64 actions,
-    float32 logprobs, values and rewards (num_steps, num_envs), bool terminations (lost lives too) and truncations, and
-    the games that ended, [(step, i, return, length, ended_by, final_obs)], see Envs.step."""
+    """Plays num_steps in each game (G10). Returns uint8 obs (num_steps, num_envs, 4, 84, 84), (num_steps, num_envs) of
+    int64 actions, float32 logprobs, values, rewards, bool terminations (lost lives too) and truncations, and the games
+    that ended, [(step, i, return, length, ended_by, final_obs)], see Envs.step."""
     shape, policy, episodes = (num_steps, len(envs.envs)), policy_of(agent), []
     obs, (rewards, logprobs, values) = np.zeros((*shape, 4, 84, 84), np.uint8), np.zeros((3, *shape), np.float32)
-    terminations, truncations = np.zeros(shape, bool), np.zeros(shape, bool)
-    actions, noise = np.zeros(shape, int), -torch.empty(*shape, len(envs.action_names)).exponential_().log().numpy()
+    terminations, truncations, actions = np.zeros(shape, bool), np.zeros(shape, bool), np.zeros(shape, int)
+    noise = -torch.empty(*shape, len(envs.action_names)).exponential_().log().numpy()
     for step in range(num_steps):
         obs[step] = envs.obs
         logits, values[step] = policy(envs.obs)
@@ -462,7 +461,8 @@ def request_stop(signum, _frame):
 if __name__ == "__main__":
     args, checkpoint = parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
-    torch.set_num_threads(args.num_threads or torch.get_num_threads())  # all cores
+    args.num_threads = args.num_threads or torch.get_num_threads()  # all cores; resumed with as many, for equal bits
+    torch.set_num_threads(args.num_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)

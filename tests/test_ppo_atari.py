@@ -2,6 +2,7 @@
 to A10), its network, and whole runs. What it shares with ppo_continuous_action.py is tested there."""
 
 import math
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -120,6 +121,8 @@ gym.register("FakeNoFrameskip-v4", Fake, kwargs=exact)
 gym.register("LivesNoFrameskip-v4", Fake, kwargs=exact | {"script": LIVES, "actions": ("NOOP", "UP", "DOWN")})
 gym.register("FireNoFrameskip-v4", Fake, kwargs=exact | {"script": LIVES})
 gym.register("CutNoFrameskip-v4", Fake, kwargs=exact | {"script": {50: "cut"}, "actions": ("NOOP", "UP")})
+gym.register("LivesCutNoFrameskip-v4", Fake, kwargs=exact | {
+    "script": {34: 1.0, 41: "life", 45: -1.0, 70: "cut"}, "actions": ("NOOP", "UP", "DOWN")})
 gym.register("BrightSideNoFrameskip-v4", BrightSide, kwargs=exact)
 gym.register("ShortPongNoFrameskip-v4", "ale_py.env:AtariEnv", kwargs={
     "game": "pong", "repeat_action_probability": 0.0, "frameskip": 1, "max_num_frames_per_episode": 300})
@@ -133,10 +136,6 @@ def frame(screen):
 def gray(k):
     """A FakeALE's frame k as the network sees it."""
     return frame(np.full((210, 160, 3), 3 * k % 256, np.uint8))
-
-
-def args_for(**flags):
-    return ppo.Args(compile=False, **flags)
 
 
 def test_defaults_are_the_constants_of_baselines():
@@ -222,7 +221,9 @@ def test_a2_an_episode_that_ends_in_its_fire_starts_again(event):
     noops = int(np.random.Generator(np.random.PCG64(5)).integers(1, 31))
     ale.script = {noops + 3: event}
     envs.reset_env(0)
-    assert not ale.over and len(ale.games[-1]) > 4
+    assert not ale.over
+    expected = [10] * noops + [11] * 4 + [10] * 4 + [12] * 4 if event == "life" else [12] * 4
+    assert ale.games[-1][-len(expected) :] == expected
 
 
 def test_a3_a_lost_life_ends_the_episode_but_not_the_game():
@@ -375,6 +376,82 @@ def test_a_lost_life_terminates_for_the_learner_and_is_no_episode():
     assert terminations.sum() > len(episodes) > 0 and {episode[4] for episode in episodes} == {"termination"}
 
 
+@pytest.mark.parametrize("event, ended_by", [("cut", "truncation"), ("over", "termination")])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_the_observation_that_ends_a_game_shows_its_last_frame(event, ended_by, k):
+    envs = ppo.Envs("LivesNoFrameskip-v4", 1, 1)
+    ale = envs.envs[0].ale
+    last = len(ale.games[-1]) + k
+    ale.script = {last: event}
+    ended = envs.step([1])[1]
+    assert [record[3] for record in ended] == [ended_by]
+    np.testing.assert_array_equal(ended[0][4][3], gray(last))
+
+
+@pytest.mark.parametrize("flag", ["--bootstrap-truncated", "--no-bootstrap-truncated"])
+def test_a_run_bootstraps_truncations_and_cuts_at_lost_lives(run_script, flag):
+    """Advantages of a run's only iteration against a quadratic sum over episodes, ended by truncation or lost life."""
+    module = run_script(SCRIPT, "--env-id", "LivesCutNoFrameskip-v4", "--total-timesteps", "64", "--num-envs", "2",
+                        "--num-steps", "32", "--num-minibatches", "2", "--update-epochs", "1", "--no-compile",
+                        "--learning-rate", "1e-9", "--eval-episodes", "1", flag)
+    last = module.policy_of(module.agent)(module.envs.obs)[1]
+    finals = {(step, i): module.policy_of(module.agent)(obs[None])[1][0] for step, i, *_, obs in module.episodes}
+    kinds = {episode[4] for episode in module.episodes}
+    assert kinds == {"truncation"} and module.terminations.any() and len(finals) >= 2
+    for i in range(2):
+        for step in range(32):
+            expected, weight = 0.0, 1.0
+            for t in range(step, 32):
+                cut = module.truncations[t, i] and flag == "--no-bootstrap-truncated"
+                following = 0.0 if module.terminations[t, i] or cut else finals.get((t, i), (
+                    last[i] if t == 31 else module.values[min(t + 1, 31), i]))
+                expected += weight * (module.rewards[t, i] + 0.99 * following - module.values[t, i])
+                weight *= 0.99 * 0.95
+                if module.terminations[t, i] or module.truncations[t, i]:
+                    break
+            assert module.advantages[step, i] == pytest.approx(expected, abs=2e-5)
+
+
+def test_learning_rate_and_clip_range_fall_to_an_nth(run_script):
+    module = run_script(SCRIPT, "--env-id", "LivesNoFrameskip-v4", "--total-timesteps", "64", "--num-envs", "2",
+                        "--num-steps", "16", "--num-minibatches", "1", "--update-epochs", "1", "--no-compile",
+                        "--anneal-clip", "--eval-episodes", "1")
+    assert module.lr.item() == pytest.approx(2.5e-4 / 2) and module.clip_coef.item() == pytest.approx(0.05)
+
+
+def test_evaluation_counts_games_not_lives():
+    agent, args = ppo.Agent(3), ppo.Args(env_id="LivesNoFrameskip-v4", eval_episodes=2)
+    assert ppo.evaluate(agent, args)["returns"] == [-0.75, -0.75]
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+def test_compiled_update_equals_eager():
+    torch.manual_seed(1)
+    agent, args = ppo.Agent(4), ppo.Args(num_envs=1, num_steps=16, num_minibatches=2)
+    start = nn.utils.parameters_to_vector(agent.parameters()).detach()
+    batch = {"obs": torch.randint(0, 256, (16, 4, 84, 84), dtype=torch.uint8), "actions": torch.randint(0, 4, (16,)),
+             **{name: torch.randn(16) for name in ("logprobs", "advantages", "returns", "values")}}
+    indices, ends = torch.randperm(16).view(2, 8), []
+    for function in (ppo.update_minibatches, ppo.compile_or_not(ppo.update_minibatches, args, torch.device("cpu"))):
+        params = start.clone()
+        optimizer = {"exp_avg": torch.zeros_like(params), "exp_avg_sq": torch.zeros_like(params),
+                     "step": torch.tensor(0.0)}
+        metrics = function(params, optimizer, agent, batch, indices, torch.tensor(1e-3), torch.tensor(0.1), args)
+        ends.append((params, metrics))
+    (eager, eager_metrics), (compiled, compiled_metrics) = ends
+    torch.testing.assert_close(compiled_metrics, eager_metrics, rtol=1e-3, atol=1e-4)
+    assert (compiled - eager).abs().mean() < 0.01 * (eager - start).abs().mean() > 0
+
+
+def test_a_game_that_does_not_come_back_is_reported_and_starts_afresh(capsys):
+    envs, other = ppo.Envs("PongNoFrameskip-v4", 1, 1), ppo.Envs("PongNoFrameskip-v4", 1, 2)
+    state = envs.state()
+    state["games"] = [state["games"][0][:2000] + bytes(64) + state["games"][0][2064:]]
+    other.load_state(state)
+    assert "environment 0 can't be brought back" in capsys.readouterr().out
+    assert other.obs.any()
+
+
 def test_the_frame_limit_is_a_truncation_with_its_final_observation():
     envs = ppo.Envs("CutNoFrameskip-v4", 1, 1)
     *_, terminations, truncations, episodes = ppo.rollout(ppo.Agent(2), envs, 40)
@@ -418,9 +495,10 @@ def test_drawing_shows_the_screen_the_names_and_bars_as_long_as_the_probabilitie
     names = ("NOOP", "FIRE", "DOWNRIGHTFIRE")
     picture = ppo.draw(screen, names, np.array([0.0, 0.5, 1.0], np.float32))
     np.testing.assert_array_equal(picture[::2, :320:2], screen)
-    bars = [(picture[2 * y - 6, 320:, 0] == 255).sum() for y in (9, 20, 31)]
+    white = (picture[:, 320 : 320 + 2 * 86] > 130).all(2).any(1)
+    assert [bool(white[22 * k : 22 * k + 18].any()) for k in range(4)] == [True, True, True, False], "names"
     widths = [int((picture[2 * (9 + 11 * k) - 6, 2 * (160 + 88) :] == (255, 160, 0)).all(1).sum()) for k in range(3)]
-    assert widths == [2, 2 * 36, 2 * 71] and bars
+    assert widths == [2, 2 * 36, 2 * 71]
     assert not (ppo.draw(screen, names, ())[:, 320:]).any()
 
 
@@ -479,7 +557,7 @@ def test_a_run_leaves_its_files_and_videos(whole):
     assert np.ptp(frames[len(frames) // 2][:, :320]) > 100, "the game, in colour"
     orange = (np.abs(frames[0][:, 320:].astype(int) - (255, 160, 0)) < 60).all(2).sum(1)
     assert (orange > 20).any(), "bars of the probabilities"
-    training = imageio.mimread(next((run_dir / "videos").glob("episode-*.mp4")), memtest=False)
+    training = imageio.mimread(run_dir / "videos" / "episode-0.mp4", memtest=False)
     assert not (np.abs(training[0][:, 320:].astype(int) - (255, 160, 0)) < 60).all(2).any()
 
 
