@@ -137,7 +137,8 @@ def make_env(env_id):
     if not (env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/") and env_id.endswith("-v5")):
         fail(f"{env_id} is none of the Atari games that this script plays: NAMENoFrameskip-v4 or ALE/NAME-v5")
     try:
-        return gym.make(env_id, frameskip=1, repeat_action_probability=0.0, disable_env_checker=True).unwrapped
+        env = gym.make(env_id, frameskip=1, repeat_action_probability=0.0, disable_env_checker=True)
+        return env.get_wrapper_attr("ale") and env.unwrapped  # without an emulator it is no Atari game
     except Exception as error:  # environments have their own
         fail(f"can't make {env_id}: {' '.join(str(error).split())}")
 
@@ -162,10 +163,9 @@ class Envs:
         self.action_names, self.probabilities, self.unseen = self.envs[0].get_action_meanings(), (), []
         self.video_dir, self.video_interval, self.video = video_dir, video_interval, None
         self.screens = np.zeros((num_envs, 2, *self.envs[0].ale.getScreenDims(), 3), np.uint8)
-        self.obs = np.zeros((num_envs, 4, 84, 84), np.uint8)
+        self.obs, self.episode_returns = np.zeros((num_envs, 4, 84, 84), np.uint8), np.zeros(num_envs)
         self.sticky = gym.spec(env_id.rpartition(":")[2]).kwargs.get("repeat_action_probability", 0.25)  # as ale_py
         self.lives, self.last_actions, self.episode_lengths, self.episode_counts = np.zeros((4, num_envs), int)
-        self.episode_returns = np.zeros(num_envs)
         for i, env_seed in enumerate(np.random.SeedSequence(seed).generate_state(num_envs)):
             self.envs[i].reset(seed=int(env_seed))
             self.reset_env(i)

@@ -471,6 +471,7 @@ def test_games_go_on_from_a_saved_state_bit_for_bit(env_id, tmp_path):
     copy = ppo.Envs(env_id, 2, 4)
     copy.sticky = envs.sticky
     copy.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    np.testing.assert_array_equal(envs.screens, copy.screens)  # what a video shows next
     ends = 0
     for action in actions[200:]:
         np.testing.assert_array_equal(envs.obs, copy.obs)
@@ -581,6 +582,36 @@ def test_what_is_no_atari_game_is_refused_with_one_sentence(env_id, words, tmp_p
     error = [line for line in output.splitlines() if line.startswith("error:")]
     assert len(error) == 1 and "Traceback" not in output and not (tmp_path / "runs").exists()
     assert all(word in error[0] for word in words), error[0]
+
+
+class NoEmulator(gym.Env):
+    def __init__(self, **kwargs):
+        pass
+
+
+def test_an_environment_without_an_emulator_is_refused(capsys):
+    gym.register("NoEmulatorNoFrameskip-v4", NoEmulator)
+    with pytest.raises(SystemExit) as stop:
+        ppo.Envs("NoEmulatorNoFrameskip-v4", 1, 1)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "can't make NoEmulatorNoFrameskip-v4" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags, words", [
+    (("--num-minibatches", "3"), ["1024", "--num-minibatches"]),
+    (("--total-timesteps", "1000"), ["one rollout of 1024 steps"]),
+    (("--resume", "missing"), ["missing/checkpoint.pt is missing"]),
+    (("--evaluate", "junk"), ["junk/checkpoint.pt is missing, damaged"]),
+    (("--resume", "other"), ["was made by ppo_continuous_action.py, not by ppo_atari.py"]),
+])
+def test_bad_input_is_refused_with_one_sentence(flags, words, tmp_path):
+    (tmp_path / "junk").mkdir()
+    (tmp_path / "junk" / "checkpoint.pt").write_text("junk")
+    (tmp_path / "other").mkdir()
+    torch.save({"script": "ppo_continuous_action.py"}, tmp_path / "other" / "checkpoint.pt")
+    output = run(tmp_path, *flags, code=2)
+    error = [line for line in output.splitlines() if line.startswith("error:")]
+    assert len(error) == 1 and "Traceback" not in output and all(word in error[0] for word in words), output
 
 
 def test_the_bright_side_is_found(run_script):
