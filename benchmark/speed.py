@@ -1,12 +1,13 @@
-"""Env steps per second of a script beside Stable-Baselines3's PPO with the same wrappers or VecNormalize, and of the
-environment alone, which bounds both. Same hyper-parameters, in alternation, one process at a time; one CPU thread each
-for ppo_continuous_action, all cores for ppo_atari.
+"""Env steps per second of a script beside Stable-Baselines3's PPO or DDPG with the same wrappers or VecNormalize, and
+of the environment alone, which bounds both. Same hyper-parameters, in alternation, one process at a time; one CPU
+thread each for ppo_continuous_action, all cores for the others. DDPG learns from its 100th step on, and evaluates
+nothing during the run.
 
     python -m benchmark.speed [SCRIPT] [--rounds 3] [--steps N] [--env-id ID] [--full] [--csv FILE]
 
-Steady state: from the end of the first iteration (rollout and update) to the end of the last; no start-up, compilation
-or final evaluation. Whole process: everything from the process's start to its end, an evaluation of one episode too,
-and what it comes to for 1M steps.
+Steady state: from the end of the first iteration (rollout and update; of DDPG a hundred steps) to the end of the last;
+no start-up, compilation or final evaluation. Whole process: everything from the process's start to its end, an
+evaluation of one episode too, and what it comes to for 1M steps.
 PlainRL's compiler cache is empty in the first round and filled in the others.
 """
 
@@ -24,20 +25,25 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
-# A rollout's steps in all environments, which with the constants in work_sb3 are the scripts' defaults; and ours
+# A rollout's steps in all environments, which with the constants in work_sb3 are the scripts' defaults; and our own
+DDPG_FLAGS = ["--random-steps", "100", "--learning-starts", "100", "--eval-interval", str(10**9)]
 TASKS = {
     "ppo_continuous_action": {"env_id": "HalfCheetah-v5", "rollout": 2048, "threads": 1, "steps": 61440},
     "ppo_atari": {"env_id": "BreakoutNoFrameskip-v4", "rollout": 1024, "threads": os.cpu_count(), "steps": 16384},
+    "ddpg_continuous_action": {"env_id": "HalfCheetah-v5", "rollout": 100, "threads": os.cpu_count(), "steps": 5000,
+                               "flags": DDPG_FLAGS},
 }
 FULL_STEPS = 1_000_000
 PACKAGES = ("torch", "gymnasium", "mujoco", "numpy", "stable-baselines3")
 
 
 def work_sb3(script, env_id, steps, seed):
-    """Trains SB3's PPO with the script's default hyper-parameters; returns marks (see steady_state)."""
+    """Trains SB3's PPO or DDPG with the script's default hyper-parameters; returns marks (see steady_state)."""
+    import numpy as np
     import torch
-    from stable_baselines3 import PPO
+    from stable_baselines3 import DDPG, PPO
     from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+    from stable_baselines3.common.noise import NormalActionNoise
     from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
     marks = []
@@ -47,8 +53,24 @@ def work_sb3(script, env_id, steps, seed):
             super().train()
             marks.append((self.num_timesteps, time.time()))
 
+    class TimedDDPG(DDPG):
+        def train(self, *args, **kwargs):  # at every step: an iteration is a hundred
+            super().train(*args, **kwargs)
+            if self.num_timesteps % TASKS[script]["rollout"] == 0:
+                marks.append((self.num_timesteps, time.time()))
+
     torch.set_num_threads(TASKS[script]["threads"])
-    flags = {"gamma": 0.99, "gae_lambda": 0.95, "vf_coef": 0.5, "max_grad_norm": 0.5, "seed": seed, "device": "cpu"}
+    flags = {"gamma": 0.99, "seed": seed, "device": "cpu"}
+    if script == "ddpg_continuous_action":
+        env = make_vec_env(env_id, seed=seed)
+        num_actions = env.action_space.shape[0]
+        model = TimedDDPG("MlpPolicy", env, learning_rate=3e-4, buffer_size=FULL_STEPS, batch_size=256, tau=0.005,
+                          learning_starts=100, train_freq=1, gradient_steps=1,
+                          action_noise=NormalActionNoise(np.zeros(num_actions), 0.1 * np.ones(num_actions)),
+                          policy_kwargs={"net_arch": [256, 256]}, **flags)
+        model.learn(steps)
+        return marks
+    flags |= {"gae_lambda": 0.95, "vf_coef": 0.5, "max_grad_norm": 0.5}
     adam = {"optimizer_kwargs": {"eps": 1e-5}}
     if script == "ppo_atari":
         import ale_py  # noqa: F401, registers the games
@@ -110,7 +132,7 @@ def command_of(program, script, env_id, steps, seed):
         worker = [sys.executable, str(Path(__file__).resolve()), script, "--worker", program]
         return [*worker, "--steps", str(steps), *flags]
     command = [sys.executable, str(ROOT / f"{script}.py"), "--total-timesteps", str(steps), "--eval-episodes", "1"]
-    return [*command, "--run-name", "speed", "--no-cuda", *flags]
+    return [*command, "--run-name", "speed", "--no-cuda", *TASKS[script].get("flags", []), *flags]
 
 
 def read_marks(program, folder):
@@ -208,8 +230,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", nargs="?", choices=TASKS, default="ppo_continuous_action", help="script to measure")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program (default 3)")
-    parser.add_argument("--steps", type=int, help="env steps of a run (default: 30 or 16 iterations)")
-    parser.add_argument("--env-id", help="environment (default HalfCheetah-v5, BreakoutNoFrameskip-v4)")
+    parser.add_argument("--steps", type=int, help="env steps of a run (default: 30, 16 or 50 iterations)")
+    parser.add_argument("--env-id", help="environment (default HalfCheetah-v5, for Atari BreakoutNoFrameskip-v4)")
     parser.add_argument("--full", action="store_true", help="then really run 1M steps of each once, empty cache")
     parser.add_argument("--csv", type=Path, help="write one row for each run to this file")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first round (default 1)")
