@@ -31,7 +31,9 @@ def script_defaults(command):
     """The default flags of the script that a command line runs, {} if that is no script of this repository."""
     name = Path(command[0]).stem
     sys.path.insert(0, str(ROOT))
-    return asdict(importlib.import_module(name).Args()) if (ROOT / f"{name}.py").is_file() else {}
+    if not (ROOT / f"{name}.py").is_file():
+        return {}
+    return json.loads(json.dumps(asdict(importlib.import_module(name).Args())))  # as config.json has them
 
 
 def changed_flags(args, defaults):
@@ -40,7 +42,7 @@ def changed_flags(args, defaults):
     for name, value in args.items():
         if name not in ("env_id", "seed", "run_name") and (name not in defaults or value != defaults[name]):
             words += [f"--{'no-' * (value is False)}{name}".replace("_", "-")]
-            words += [] if isinstance(value, bool) else [str(value)]
+            words += [] if isinstance(value, bool) else map(str, value if isinstance(value, list) else [value])
     return shlex.join(words)
 
 

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from stable_baselines3 import PPO
+from stable_baselines3 import DDPG, PPO
 
+import ddpg_continuous_action
 import ppo_atari
 import ppo_continuous_action
 from benchmark import collect, speed
@@ -94,6 +95,13 @@ def test_collect_imports_no_script_from_elsewhere():
     assert collect.script_defaults(["elsewhere/ppo_continuous_action.py"]) == DEFAULTS
 
 
+def test_collect_flags_of_several_values():
+    """config.json has lists where a script has tuples."""
+    defaults = collect.script_defaults(["ddpg_continuous_action.py"])
+    assert defaults["hidden_sizes"] == [256, 256] and collect.changed_flags(defaults, defaults) == ""
+    assert collect.changed_flags(defaults | {"hidden_sizes": [400, 300]}, defaults) == "--hidden-sizes 400 300"
+
+
 def test_speed_steady_state():
     """1,000 steps by 10 s after the first mark; the first 2,048 steps at that speed are no part of the start-up."""
     marks = [(2048, 130.48), (4096, 140.0), (12048, 230.48)]
@@ -156,6 +164,23 @@ def test_speed_sb3_has_the_hyper_parameters_of_ppo_atari(monkeypatch):
     holds_the_scripts_hyper_parameters(made[0], ppo_atari.Args())
     assert sum(p.numel() for p in made[0].policy.parameters()) == 1_687_719
     assert made[0].observation_space.shape == (4, 84, 84)
+
+
+def test_speed_sb3_has_the_hyper_parameters_of_ddpg_continuous_action(monkeypatch):
+    made, learn = [], DDPG.learn
+    monkeypatch.setattr(DDPG, "learn", lambda self, steps: made.append(self) or learn(self, steps))
+    marks = speed.work_sb3("ddpg_continuous_action", "Pendulum-v1", 400, 1)
+    assert [step for step, _ in marks] == [200, 300, 400]
+    sb3, args = made[0], ddpg_continuous_action.Args()
+    assert sb3._n_updates == 300  # one a step, from the hundredth on
+    flags = dict(zip(speed.DDPG_FLAGS[::2], speed.DDPG_FLAGS[1::2]))
+    assert flags["--learning-starts"] == flags["--random-steps"] == str(sb3.learning_starts)
+    assert (sb3.n_envs, sb3.batch_size, sb3.tau, sb3.gamma) == (args.num_envs, args.batch_size, args.tau, args.gamma)
+    assert (sb3.lr_schedule(1.0), sb3.buffer_size) == (args.learning_rate, args.buffer_size)
+    assert (sb3.action_noise._sigma == args.exploration_noise).all() and sb3.policy_delay == args.policy_frequency
+    agent = ddpg_continuous_action.Agent(3, 1, args.hidden_sizes)
+    for ours, theirs in ((agent.actor, sb3.actor.mu), (agent.critic, sb3.critic.qf0)):
+        assert [p.shape for p in ours.parameters()] == [p.shape for p in theirs.parameters()]
 
 
 def test_speed_sb3_has_the_hyper_parameters_of_ppo_continuous_action(monkeypatch):
