@@ -1,10 +1,11 @@
 """Collects run folders into a CSV, one row for each run, finished or not, and a Markdown table of them.
 
-    python -m benchmark.collect RUNS_DIR... [--out benchmark/results/FILE.csv]
+    python -m benchmark.collect RUNS_DIR... [--out benchmark/results/FILE.csv] [--curves benchmark/results/FILE.csv]
 
 RUNS_DIR is a run's folder or a folder of them. A run is finished when its evaluation.json is complete. In the CSV,
 steps and wall_seconds (compilation included, imports not) are those of the run's last training episode,
-steps_per_second is their quotient; last_100 and last_20 are mean returns of the run's last training episodes.
+steps_per_second is their quotient; last_100 and last_20 are mean returns of the run's last training episodes. The
+curves are a row for each training episode, and for each evaluation during the training, its mean return.
 """
 
 import argparse
@@ -17,9 +18,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("python", "torch", "gymnasium", "mujoco", "numpy")
+PACKAGES = ("python", "torch", "gymnasium", "mujoco", "ale-py", "numpy")
 HEADER = """Mean +- standard deviation over the finished runs (ddof=0, as CleanRL and openrlbenchmark have it) of
 a run's mean return in its last 100 training episodes, and of its mean return in the deterministic evaluation.
 
@@ -70,6 +72,28 @@ def read_run(run):
     }
 
 
+def read_curves(run):
+    """A run's folder -> rows of its learning curves: env_id, seed, run, kind, global_step, return."""
+    args = json.loads((run / "config.json").read_text())["args"]
+    head = {"env_id": args["env_id"], "seed": args["seed"], "run": run.name}
+    text = (run / "episodes.csv").read_text()
+    rows = [head | {"kind": "training", "global_step": int(episode["global_step"]), "return": episode["return"]}
+            for episode in csv.DictReader(text[: text.rfind("\n") + 1].splitlines())]
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+    tag = "eval/episodic_return"
+    return rows + [head | {"kind": "evaluation", "global_step": event.step, "return": round(event.value, 3)}
+                   for event in (events.Scalars(tag) if tag in events.Tags()["scalars"] else ())]
+
+
+def write_csv(path, rows):
+    """Writes rows, all with the keys of the first, and the folder that path lies in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def table(rows):
     """Rows -> Markdown, a line for each environment and set of flags; unfinished runs are named, not averaged."""
     lines = [HEADER]
@@ -90,7 +114,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dirs", nargs="+", type=Path, metavar="RUNS_DIR", help="a run's folder or a folder of them")
     parser.add_argument("--out", type=Path, help="write the rows to this CSV")
-    args, rows, damaged = parser.parse_args(), [], []
+    parser.add_argument("--curves", type=Path, help="write the learning curves to this CSV")
+    args, rows, curves, damaged = parser.parse_args(), [], [], []
     if missing := [str(path) for path in args.dirs if not path.is_dir()]:
         parser.error(f"no such folder: {', '.join(missing)}")
     for path in args.dirs:
@@ -98,15 +123,13 @@ def main():
         for run in sorted(runs):
             try:
                 rows.append(read_run(run))
+                curves += read_curves(run) if args.curves else []
             except (OSError, ValueError, KeyError, TypeError) as error:
                 damaged.append(f"not a run, or damaged: {run} ({type(error).__name__}: {error})")
     rows.sort(key=lambda row: (row["env_id"], row["flags"], row["seed"]))
-    if args.out and rows:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with open(args.out, "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+    for path, table_rows in ((args.out, rows), (args.curves, curves)):
+        if path and table_rows:
+            write_csv(path, table_rows)
     print(table(rows), "", f"git commits: {', '.join(sorted({row['git_commit'] for row in rows}))}", *damaged, sep="\n")
     sys.exit(not rows)
 

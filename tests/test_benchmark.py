@@ -83,6 +83,24 @@ def test_collect_reads_a_run_that_is_being_written(tmp_path):
     assert (row["status"], row["steps"], row["last_100"]) == ("unfinished", 2000, 1.5)
 
 
+def test_collect_curves(tmp_path):
+    """Every training episode and every evaluation of every run, from episodes.csv and TensorBoard's events."""
+    for seed in (1, 2):
+        run = make_run(tmp_path / "runs" / f"run{seed}", seed, [10.0 * seed, 20.0])
+        writer = ppo_continuous_action.SummaryWriter(run)
+        writer.add_scalar("eval/episodic_return", -seed, 500)
+        writer.add_scalar("charts/SPS", 1, 500)
+        writer.close()
+    done = run_collect(tmp_path / "runs", "--curves", tmp_path / "out" / "curves.csv")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "curves.csv").read_text().split() == [
+        "env_id,seed,run,kind,global_step,return",
+        "HalfCheetah-v5,1,run1,training,1000,10.0", "HalfCheetah-v5,1,run1,training,2000,20.0",
+        "HalfCheetah-v5,1,run1,evaluation,500,-1.0",
+        "HalfCheetah-v5,2,run2,training,1000,20.0", "HalfCheetah-v5,2,run2,training,2000,20.0",
+        "HalfCheetah-v5,2,run2,evaluation,500,-2.0"]
+
+
 def test_collect_without_runs_fails(tmp_path):
     assert run_collect(tmp_path).returncode == 1
     missing = run_collect(tmp_path / "missing")
