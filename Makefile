@@ -8,7 +8,7 @@ train: .venv/installed
 	$(RUN) ppo_continuous_action.py
 
 test: lint
-	$(RUN) -m pytest -q tests
+	$(RUN) -m pytest -q -n 2 --dist loadfile tests
 
 lint: .venv/installed
 	$(RUN) -m ruff check .

@@ -1,0 +1,131 @@
+"""Suites: TOML files that say which runs there are. A suite has one or more tables like this one; its runs are all
+combinations of env_ids, seeds and variants.
+
+    [[runs]]
+    script = "ppo_continuous_action"          # of this repository, or a path from the suite's folder: "my_ppo.py"
+    env_ids = ["HalfCheetah-v5", "Hopper-v5"]
+    seeds = 5                                 # 1 to 5; or a list: [1, 2, 7]
+    flags = { total_timesteps = 1000000 }     # names as in Args: --anneal-lr is anneal_lr
+    [runs.variants]                           # optional: a name for each set of flags, which come on top of the others
+    default = {}
+    no-norm-adv = { norm_adv = false }
+"""
+
+import contextlib
+import importlib.util
+import io
+import re
+import sys
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+KEYS = {"script": str, "env_ids": list, "seeds": (int, list), "flags": dict, "variants": dict}
+OWN_FLAGS = ("env_id", "seed", "run_name", "resume", "evaluate")  # what a sweep itself sets
+
+
+class SuiteError(Exception):
+    """What is wrong with a suite, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a script. name: of its folder; script: absolute path; args: all flags, as config.json has them."""
+
+    name: str
+    script: str
+    env_id: str
+    seed: int
+    variant: str
+    words: tuple  # the flags on the command line
+    args: dict
+
+
+def read_suite(path):
+    """The runs of a suite's file, in its order. Raises SuiteError."""
+    try:
+        tables = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SuiteError(f"can't read the suite {path}: {error}") from None
+    if set(tables) != {"runs"} or not isinstance(tables["runs"], list):
+        raise SuiteError(f"{path} must have tables [[runs]] and nothing else, but has {', '.join(tables) or 'nothing'}")
+    runs = [run for table in tables["runs"] for run in expand(table, path)]
+    names = [run.name for run in runs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise SuiteError(f"{path} has {', '.join(twice)} more than once: give one of them a variant of another name")
+    return runs
+
+
+def expand(table, path):
+    """The runs of one table [[runs]]. Raises SuiteError."""
+    if unknown := set(table) - set(KEYS):
+        raise SuiteError(f"{path} has the unknown key {', '.join(sorted(unknown))}: known are {', '.join(KEYS)}")
+    for key in ("script", "env_ids", "seeds"):
+        if key not in table:
+            raise SuiteError(f"{path} has a table [[runs]] without {key}")
+    for key, value in table.items():
+        if not isinstance(value, KEYS[key]) or isinstance(value, bool):
+            raise SuiteError(f"{path}: {key} = {value!r} is of the wrong type; see `python -m benchmark.sweep --help`")
+    script, module = load_script(table["script"], path)
+    seeds = table["seeds"] if isinstance(table["seeds"], list) else list(range(1, table["seeds"] + 1))
+    if not (seeds and table["env_ids"]):
+        raise SuiteError(f"{path} has a table [[runs]] with no seeds or no env_ids")
+    runs = []
+    for variant, own in table.get("variants", {"": {}}).items():
+        if not isinstance(own, dict):
+            raise SuiteError(f"{path}: the variant {variant} must be a table of flags")
+        flags = table.get("flags", {}) | own
+        args = parse(module, flags, path)
+        for env_id in table["env_ids"]:
+            for seed in seeds:
+                name = f"{env_id}__{Path(script).stem}{'__' * bool(variant)}{variant}__{seed}"
+                name = name.replace("/", "-").replace(":", "-")
+                own_flags = {"env_id": env_id, "seed": seed, "run_name": name}
+                runs.append(Run(name, script, env_id, seed, variant, words_of(own_flags | flags), args | own_flags))
+    return runs
+
+
+def load_script(name, suite_path):
+    """(absolute path, module) of a script, by its path from the suite's folder, or of this repository by its name."""
+    places = [suite_path.parent / name, ROOT / name, ROOT / f"{name}.py"]
+    script = next((place.resolve() for place in places if place.is_file() and place.suffix == ".py"), None)
+    if not script:
+        known = ", ".join(sorted(place.stem for place in ROOT.glob("*.py")))
+        raise SuiteError(f"{suite_path}: there is no script {name}; known are {known}, or give the path of one")
+    spec = importlib.util.spec_from_file_location(f"suite_{script.stem}", script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return str(script), module
+
+
+def words_of(flags):
+    """Flags by their names in Args -> the words of a command line."""
+    words = []
+    for name, value in flags.items():
+        words += [f"--{'no-' * (value is False)}{name}".replace("_", "-")]
+        words += [] if isinstance(value, bool) else map(str, value if isinstance(value, list) else [value])
+    return tuple(words)
+
+
+def parse(module, flags, path):
+    """All flags that the script makes of these, as config.json has them; the script itself says what is wrong."""
+    known = [field.name for field in fields(module.Args)]
+    if wrong := [name for name in flags if name not in known or name in OWN_FLAGS]:
+        raise SuiteError(f"{path}: {', '.join(wrong)} is no flag of {Path(module.__file__).name} that a suite may set")
+    argv, stderr = sys.argv, io.StringIO()
+    try:
+        sys.argv = [module.__file__, *words_of(flags)]
+        with contextlib.redirect_stderr(stderr):
+            args, _ = module.parse_args()
+    except SystemExit:
+        said = " ".join(re.sub(r"[^\x20-\x7e]", " ", stderr.getvalue()).split())  # without the frame that tyro draws
+        raise SuiteError(f"{path}: {' '.join(words_of(flags))}: {said}") from None
+    finally:
+        sys.argv = argv
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(args).items()}
