@@ -176,7 +176,7 @@ class Sweep:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self.lock.seek(0)
-            refuse(f"{self.dir} is held by another sweep, {self.lock.read().strip()}, or by runs that it has left: wait "
+            refuse(f"{self.dir} is held by another sweep, {self.lock.read().strip()}, or by runs it has left: wait "
                    "for their end, or choose another --runs")
         self.lock.truncate(0)
         self.lock.write(f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%Y-%m-%d %H:%M')}")
