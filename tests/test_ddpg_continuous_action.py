@@ -11,6 +11,7 @@ import torch
 from gymnasium.spaces import Box, Dict
 from stable_baselines3 import DDPG
 from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.type_aliases import ReplayBufferSamples
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from torch import nn
@@ -30,7 +31,7 @@ class Stamped(gym.Env):
 
     def __init__(self, render_mode=None, low=(-1.0, -1.0), high=(1.0, 1.0)):
         self.action_space = Box(np.array(low, np.float32), np.array(high, np.float32))
-        self.number, self.episode, self.actions = len(self.made), 0, []
+        self.number, self.episode, self.actions, self.seed = len(self.made), 0, [], None
         self.made.append(self)
 
     def observe(self):
@@ -38,6 +39,7 @@ class Stamped(gym.Env):
 
     def reset(self, seed=None, options=None):
         super().reset(seed=seed)
+        self.seed = self.seed if seed is None else seed
         self.episode, self.t, self.end = self.episode + 1, 0, self.np_random.integers(3, 10)
         return self.observe(), {}
 
@@ -293,6 +295,57 @@ def test_numbers_of_updates(run_script, flags, critic_steps, actor_steps):
     assert (run.learners["critic"]["step"], run.learners["actor"]["step"]) == (critic_steps, actor_steps)
 
 
+@pytest.mark.parametrize("flags", [
+    (),
+    ("--norm-obs", "--norm-reward", "--policy-frequency", "2", "--updates-per-step", "1.5", "--gamma", "0.9"),
+], ids=["defaults", "normalised"])
+def test_a_run_equals_plain_code(run_script, flags):
+    """All of a run of 60 steps in two environments: each action, and the weights and targets at the end, from the seed,
+    the environments' answers and the reference, with the statistics of SB3."""
+    run = run_script(SCRIPT, *QUICK, "--env-id", "Stamped-v0", "--num-envs", "2", "--total-timesteps", "120",
+                     "--learning-starts", "50", "--random-steps", "30", "--seed", "7", "--eval-interval", "25", *flags)
+    args, transitions = run.args, torch.tensor(run.replay.rows[:120])
+    obs, actions, rewards, *_ = stored(run)
+    next_obs = np.append(obs[1:], run.envs.raw_obs[None], 0)  # after resets
+    torch.manual_seed(7)
+    agent, draws = ddpg.Agent(3, 2, (8, 8)), np.random.RandomState(7)
+    learners = {name: learner | {"target": learner["params"]} for name, learner in learn_state(agent).items()}
+    reference, num_updates = Reference(agent, learners, args), 0
+    obs_rms, ret_rms, returns = RunningMeanStd(shape=(3,)), RunningMeanStd(shape=()), np.zeros(2)
+    obs_rms.update(obs[0])
+
+    def normalised(x):
+        return ((x - obs_rms.mean) / np.sqrt(obs_rms.var + 1e-8)).clip(-10, 10) if args.norm_obs else x
+
+    for step in range(60):
+        if 2 * step < 30:
+            expected = draws.uniform(-1, 1, (2, 2))
+        else:
+            noise = 0.1 * draws.standard_normal((2, 2))
+            with torch.no_grad():
+                policy = reference.nets.actor(torch.tensor(normalised(obs[step]), dtype=torch.float32)).numpy()
+            expected = (policy + noise).clip(-1, 1)
+        np.testing.assert_allclose(actions[step], expected, atol=1e-5)
+        obs_rms.update(next_obs[step])
+        returns = returns * args.gamma + rewards[step, :, 0]
+        ret_rms.update(returns)
+        returns[next_obs[step, :, 2] == 0] = 0.0
+        count = 2 * step + 2
+        while num_updates < (count - 50) * args.updates_per_step:
+            rows = transitions[count - 1 - draws.randint(count, size=8)].numpy()
+            rows[:, :3], rows[:, 6:9] = normalised(rows[:, :3]), normalised(rows[:, 6:9])
+            if args.norm_reward:
+                rows[:, 5] = (rows[:, 5] / np.sqrt(ret_rms.var + 1e-8)).clip(-10, 10)
+            reference.update(torch.tensor(rows), num_updates % args.policy_frequency == 0)
+            num_updates += 1
+    assert num_updates == 70 * args.updates_per_step
+    for name, learner in run.learners.items():
+        for key, nets in (("params", reference.nets), ("target", reference.targets)):
+            expected = nn.utils.parameters_to_vector(getattr(nets, name).parameters()).detach()
+            torch.testing.assert_close(learner[key], expected, rtol=1e-3, atol=1e-5)
+        assert torch.equal(nn.utils.parameters_to_vector(getattr(run.agent, name).parameters()), learner["params"])
+
+
 def replay_of(path, size, spare, steps):
     """A buffer of rows (step, step + 0.5), one at a time and two at a time in turn."""
     replay, step = ddpg.Replay(path, size, spare, obs_dim=0, action_dim=0), 0
@@ -372,6 +425,7 @@ def test_evaluations_leave_the_run_as_it_is(run_script, made):
     for name, learner in seldom.learners.items():
         assert all(torch.equal(x, often.learners[name][key]) for key, x in learner.items())
     assert len(made) == 14 and len({env.actions[0].tobytes() for env in made[-2:]}) == 1
+    assert {env.seed for env in made[1:]} == {np.random.SeedSequence((1, 1)).generate_state(1)[0]} != {made[0].seed}
     obs = np.array([[made[-1].number, 3.0, 0.0]])  # two resets came before that of the first episode
     np.testing.assert_allclose(often.agent.act(obs, often.obs_stats)[0], made[-1].actions[0], rtol=1e-4, atol=1e-6)
 
