@@ -70,7 +70,7 @@ class AlgorithmArgs:
     buffer_size: int = 1000000  # transitions in the replay buffer
     batch_size: int = 256  # transitions in a minibatch
     tau: float = 0.005  # part of the way that the target networks go at an update
-    random_steps: int = 25000  # steps with uniformly random actions, at the start
+    random_steps: int | None = None  # steps with uniformly random actions at the start; without it --learning-starts
     learning_starts: int = 25000  # steps before the first update
     updates_per_step: float = 1.0  # updates for each step, all environments counted; may be below 1
     policy_frequency: int = 1  # update the actor and both targets at every N-th update of the critic
@@ -118,9 +118,9 @@ def parse_args():
     may_be_0 = ("seed", "num_threads", "gamma", "random_steps", "learning_starts", "exploration_noise",
                 "final_exploration_noise", "weight_decay")
     numbers = [(name, x) for name, x in asdict(args).items() if type(x) in (int, float)]
-    wrong = [name for name, x in numbers if not (x > 0 or x == 0 and name in may_be_0)]
+    wrong = [name for name, x in numbers if not (0 < x < math.inf or x == 0 and name in may_be_0)]
     problems = [
-        (wrong, f"{', '.join(wrong)} must be above 0 ({', '.join(may_be_0)} may be 0)"),
+        (wrong, f"{', '.join(wrong)} must be above 0 and finite ({', '.join(may_be_0)} may be 0)"),
         (max(args.gamma, args.tau) > 1 or args.seed >= 2**32, "--gamma and --tau must be up to 1, --seed below 2**32"),
         (not args.hidden_sizes or min(args.hidden_sizes) < 1, "--hidden-sizes must be some numbers above 0"),
         (args.num_iterations * args.num_envs <= args.learning_starts, "--learning-starts is above --total-timesteps"),
@@ -281,10 +281,9 @@ class Replay:
     The file has spare rows more than size: if no more than these are written between two checkpoints, none that the
     first one may sample is overwritten, and a killed run goes on from it with the same buffer."""
     def __init__(self, path, size, spare, obs_dim, action_dim, count=0):
-        shape = (size + spare, 2 * obs_dim + action_dim + 2)
-        num_bytes = 4 * math.prod(shape)
+        num_bytes = 4 * math.prod(shape := (size + spare, 2 * obs_dim + action_dim + 2))
         if num_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-            fail(f"a replay buffer of {num_bytes / 1e9:.1f} GB is more than this machine's memory: lower --buffer-size")
+            fail(f"no memory for a buffer of {num_bytes / 1e9:.1f} GB: lower --buffer-size or --checkpoint-interval")
         if count and not (path.is_file() and path.stat().st_size == num_bytes):
             fail(f"{path}, the replay buffer, is missing or not whole: start a new run")
         try:
@@ -300,7 +299,9 @@ class Replay:
     def add(self, *columns):
         """Stores n transitions: obs (n, obs_dim), actions in [-1, 1] (n, action_dim), rewards (n,), next_obs, which
         truly followed, (n, obs_dim), terminations (n,)."""
-        rows = np.column_stack(columns)
+        rows = np.column_stack(columns).astype(np.float32)
+        if not np.isfinite(rows).all():
+            fail(f"step {self.count}: a reward or an observation is not finite; mend the environment, then --resume", 1)
         self.rows[np.arange(self.count, self.count + len(rows)) % len(self.rows)] = rows
         self.count += len(rows)
 
@@ -523,13 +524,14 @@ if __name__ == "__main__":
     start_time, last_line = time.time() - progress["wall_seconds"], time.time()
     bar = tqdm(total=args.num_iterations * args.num_envs, initial=iteration * args.num_envs, unit=" steps",
                dynamic_ncols=True, file=sys.stderr if terminal else open(os.devnull, "w"))
-
-    totals, num_updates = torch.zeros(2, len(METRICS), device=device), int(learners["critic"]["step"])
+    totals = torch.zeros(2, len(METRICS), device=device)  # sums, and how many
+    for with_actor in {args.policy_frequency == 1, True}:  # compiles now, with copies
+        copies = {name: {key: x.clone() for key, x in learner.items()} for name, learner in learners.items()}
+        learn(copies, totals.clone(), agent, totals.new_zeros(args.batch_size, sum(agent.row_sizes)), with_actor, args)
     noises = [x for x in (args.exploration_noise, args.final_exploration_noise) if x is not None]
     global_step, save, stop = iteration * args.num_envs, True, iteration == args.num_iterations
     while True:
         if save:
-            replay.file.flush()
             numpy_random = [x.tolist() if isinstance(x, np.ndarray) else x for x in np.random.get_state()]
             save_checkpoint(run_dir, {
                 "script": Path(__file__).name, "args": asdict(args), "iteration": iteration, "global_step": global_step,
@@ -537,15 +539,15 @@ if __name__ == "__main__":
                 "wandb_id": wandb.run.id if args.track else None, "random": [random.getstate(), numpy_random,
                 torch.get_rng_state()], "agent": agent.state_dict(), "learners": learners, "envs": envs.state(),
                 "noise": torch.tensor(noise),
-            }, logs=(writer, episodes_file))
+            }, logs=(replay.file, writer, episodes_file))
         if stop:
             break
-        if global_step < args.random_steps:
+        if global_step < (args.learning_starts if args.random_steps is None else args.random_steps):
             actions = np.random.uniform(-1.0, 1.0, noise.shape)
         else:
             scale = noises[0] + (noises[-1] - noises[0]) * iteration / max(args.num_iterations - 1, 1)
-            theta = 0.15 if args.noise_type == "ou" else 1.0  # at 1 nothing of the last noise is left
-            noise = (1 - theta) * noise + scale * np.random.standard_normal(noise.shape)
+            kept = 0.85 if args.noise_type == "ou" else 0.0  # section 7 of the paper: theta is .15
+            noise = kept * noise + scale * np.random.standard_normal(noise.shape)
             actions = np.clip(agent.act(envs.raw_obs, obs_stats) + noise, -1.0, 1.0)
         obs, (rewards, ended) = envs.raw_obs.copy(), envs.step(actions)
         next_obs, terminations = envs.raw_obs.copy(), np.zeros(args.num_envs, bool)
@@ -554,11 +556,11 @@ if __name__ == "__main__":
         replay.add(obs, actions, rewards, next_obs, terminations)
         iteration += 1
         global_step = iteration * args.num_envs
-        while num_updates < (global_step - args.learning_starts) * args.updates_per_step:
-            with_actor = num_updates % args.policy_frequency == 0
+        numbers = [max(0, math.ceil((step - args.learning_starts) * args.updates_per_step))
+                   for step in (global_step - args.num_envs, global_step)]
+        for number in range(*numbers):
             rows = replay.sample(args.batch_size, obs_stats, return_stats).to(device)
-            learn(learners, totals, agent, rows, with_actor, args)
-            num_updates += 1
+            learn(learners, totals, agent, rows, number % args.policy_frequency == 0, args)
         for i, episode_return, length, ended_by, _ in ended:
             wall_seconds = time.time() - start_time
             episodes_file.write(f"{global_step},{wall_seconds:.2f},{i},{episode_return!r},{length},{ended_by}\n")
@@ -571,8 +573,7 @@ if __name__ == "__main__":
         save = stop or global_step % args.checkpoint_interval < args.num_envs
         if save or iteration % 100 == 0:
             if not (torch.isfinite(totals).all() and all(torch.isfinite(x["params"]).all() for x in learners.values())):
-                fail(f"step {global_step}: the loss is not finite; {run_dir} keeps the last good checkpoint. Try a "
-                     "lower --learning-rate, or look for NaN in the environment's rewards and observations", code=1)
+                fail(f"step {global_step}: the loss is not finite; {run_dir} has a good checkpoint: lower the rate", 1)
             for name, total, n in [row for row in zip(METRICS, *totals.tolist()) if row[-1]]:
                 writer.add_scalar(f"losses/{name}", total / n, global_step)
             totals.zero_()

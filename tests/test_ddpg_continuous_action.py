@@ -206,7 +206,8 @@ def test_networks_and_defaults_are_those_of_the_td3_paper():
         for layer in net[:-2:2]:  # PyTorch's initialisation: both uniform up to 1 / sqrt(inputs)
             for parameter in layer.parameters():
                 assert 0.9 < parameter.abs().max() * layer.in_features**0.5 <= 1
-    assert args.total_timesteps == args.buffer_size == 1_000_000 and args.random_steps == args.learning_starts == 25_000
+    assert args.total_timesteps == args.buffer_size == 1_000_000
+    assert (args.learning_starts, args.random_steps) == (25_000, None)
     assert (args.learning_rate, args.gamma, args.tau, args.batch_size) == (3e-4, 0.99, 0.005, 256)
     assert (args.exploration_noise, args.noise_type, args.policy_frequency, args.updates_per_step) == (
         0.1, "gaussian", 1, 1.0)

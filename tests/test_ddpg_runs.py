@@ -340,6 +340,7 @@ BAD_INPUT = {
     "unknown-env": ("--env-id HalfCheeta-v5", "HalfCheeta-v5"),
     "gamma": ("--gamma 2", "--gamma"),
     "nan-gamma": ("--gamma nan", "gamma"),
+    "endless-updates": ("--updates-per-step inf", "updates_per_step must be above 0 and finite"),
     "tau": ("--tau 2", "--tau"),
     "no-tau": ("--tau 0", "tau must be above 0"),
     "no-units": ("--hidden-sizes 16 0", "--hidden-sizes"),
@@ -423,16 +424,25 @@ def is_finite(x):
     return all(is_finite(y) for y in x.values()) if isinstance(x, dict) else bool(torch.isfinite(x).all())
 
 
+@pytest.mark.parametrize("step, saved", [(30, 0), (170, 160)], ids=["before learning", "learning"])
 @pytest.mark.parametrize("fault", ["nan-reward", "nan-observation"])
-def test_non_finite_loss(whole, run, succeed, tmp_path, fault):
-    """Ends the run at the next look at the losses and leaves the last good checkpoint, from which it goes on."""
-    assert_fails(run(tmp_path, TOY_RUN, fault=f"{fault} 170"), 1, "step 200", "not finite", str(RUN))
+def test_non_finite_transition(whole, run, succeed, tmp_path, fault, step, saved):
+    """Ends the run before it is stored and leaves the last good checkpoint, from which the run goes on."""
+    result = run(tmp_path, TOY_RUN, fault=f"{fault} {step}")
+    assert_fails(result, 1, f"step {step - 2}:", "observation is not finite", "--resume")
     checkpoint = load_checkpoint(tmp_path / RUN)
-    assert checkpoint["global_step"] == 160 and is_finite(checkpoint["agent"]) and is_finite(checkpoint["learners"])
+    assert checkpoint["global_step"] == saved and is_finite(checkpoint["agent"]) and is_finite(checkpoint["learners"])
     assert all(is_finite(x) for stats in checkpoint["envs"]["stats"] for x in stats)
-    assert np.isfinite(transitions(tmp_path / RUN, 160)).all()
+    assert np.isfinite(transitions(tmp_path / RUN, saved)).all()
     succeed(tmp_path, f"--resume {RUN}")
     assert differences(whole, tmp_path / RUN) == []
+
+
+def test_non_finite_loss(run, tmp_path):
+    """Ends the run at the next look at the losses, and leaves the last good checkpoint."""
+    flags = "--learning-rate 1e30 --random-steps 500 --eval-interval 1000"  # nobody asks the spoilt policy
+    assert_fails(run(tmp_path, f"{TOY_RUN} {flags}"), 1, "the loss is not finite", str(RUN))
+    assert is_finite(load_checkpoint(tmp_path / RUN)["learners"])
 
 
 def test_tensorboard(whole):
@@ -474,6 +484,16 @@ def test_number_of_updates(whole):
     """The least that is not below 0.25 for each of the 425 steps; every second one is of the actor, too."""
     learners = load_checkpoint(whole)["learners"]
     assert learners["critic"]["step"] == 107 and learners["actor"]["step"] == 54
+
+
+def test_normalisation_of_rewards(succeed, tmp_path):
+    """Is of what is learned from, not of what is stored."""
+    for name in ("norm-reward", "no-norm-reward"):
+        succeed(tmp_path, f"{SHORT_RUN} --{name} --run-name {name}")
+    a, b = (tmp_path / "runs" / name for name in ("norm-reward", "no-norm-reward"))
+    np.testing.assert_array_equal(transitions(a, 76), transitions(b, 76))
+    params = [load_checkpoint(run_dir)["learners"]["critic"]["params"] for run_dir in (a, b)]
+    assert (params[0] != params[1]).any()
 
 
 def test_episodes_file(whole):
