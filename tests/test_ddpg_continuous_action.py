@@ -32,6 +32,7 @@ class Stamped(gym.Env):
     def __init__(self, render_mode=None, low=(-1.0, -1.0), high=(1.0, 1.0)):
         self.action_space = Box(np.array(low, np.float32), np.array(high, np.float32))
         self.number, self.episode, self.actions, self.seed = len(self.made), 0, [], None
+        self.end = None
         self.made.append(self)
 
     def observe(self):
@@ -40,7 +41,8 @@ class Stamped(gym.Env):
     def reset(self, seed=None, options=None):
         super().reset(seed=seed)
         self.seed = self.seed if seed is None else seed
-        self.episode, self.t, self.end = self.episode + 1, 0, self.np_random.integers(3, 10)
+        self.end_before, self.end = self.end, self.np_random.integers(3, 10)
+        self.episode, self.t = self.episode + 1, 0
         return self.observe(), {}
 
     def step(self, action):
@@ -65,6 +67,7 @@ class Nested(Stamped):
 
 gym.register("Stamped-v0", Stamped)
 gym.register("StampedSlanted-v0", Stamped, kwargs={"low": (-1.0, 0.0), "high": (3.0, 0.5)})
+gym.register("StampedNarrow-v0", Stamped, kwargs={"low": (-1.0, -1.0), "high": (-0.4, -0.4)})  # 1 rounds to above
 gym.register("Nested-v0", Nested)
 
 
@@ -263,7 +266,7 @@ def test_exploration_noise(run_script, flags, theta, scales):
     assert abs(actions).max() < 1
 
 
-@pytest.mark.parametrize("env_id", ["StampedSlanted-v0", "Nested-v0"])
+@pytest.mark.parametrize("env_id", ["StampedSlanted-v0", "StampedNarrow-v0", "Nested-v0"])
 def test_actions_are_in_units_of_the_bounds_and_stay_inside(run_script, made, env_id):
     """-1 and 1 are the bounds, 0 the middle; noise of 0.5 is half of half the range; random actions fill the range."""
     run = run_script(SCRIPT, *QUICK, "--env-id", env_id, "--total-timesteps", "400", "--learning-starts", "399",
@@ -283,6 +286,16 @@ def test_actions_are_in_units_of_the_bounds_and_stay_inside(run_script, made, en
     for action, bound in ((-1.0, space.low), (1.0, space.high)):
         envs.step(np.full((1, envs.action_dim), action))
         assert np.array_equal(made[-1].actions[-1], bound)
+
+
+def test_random_steps_last_until_learning_starts_unless_told(run_script):
+    run = run_script(SCRIPT, *QUICK, "--env-id", "Stamped-v0", "--total-timesteps", "80", "--learning-starts", "60",
+                     "--exploration-noise", "0")
+    actions, draws = stored(run)[1], np.random.RandomState(run.args.seed)
+    np.testing.assert_allclose(actions[:60], draws.uniform(-1.0, 1.0, (60, 1, 2)), atol=1e-7)
+    with torch.no_grad():
+        policy = run.agent.actor(torch.tensor(stored(run)[0][60:])).numpy()
+    assert abs(actions[60:] - policy).max() < 0.1  # of the end, a few small updates later
 
 
 @pytest.mark.parametrize("flags, critic_steps, actor_steps", [
@@ -343,6 +356,7 @@ def test_a_run_equals_plain_code(run_script, flags):
             reference.update(torch.tensor(rows), num_updates % args.policy_frequency == 0)
             num_updates += 1
     assert num_updates == 70 * args.updates_per_step
+    assert [run.obs_stats is None, run.return_stats is None] == [not flags] * 2  # else small rewards hide it
     for name, learner in run.learners.items():
         for key, nets in (("params", reference.nets), ("target", reference.targets)):
             expected = nn.utils.parameters_to_vector(getattr(nets, name).parameters()).detach()
@@ -430,6 +444,9 @@ def test_evaluations_leave_the_run_as_it_is(run_script, made):
     often = run_script(SCRIPT, *flags, "--eval-interval", "10", "--run-name", "often")
     for name, learner in seldom.learners.items():
         assert all(torch.equal(x, often.learners[name][key]) for key, x in learner.items())
+    result = json.loads((often.run_dir / "evaluation.json").read_text())
+    assert result["lengths"] == [made[-1].end_before]
+    assert result["returns"] == [sum(range(1, result["lengths"][0] + 1)) * (-1) ** made[-1].number]
     assert len(made) == 14 and len({env.actions[0].tobytes() for env in made[-2:]}) == 1
     assert {env.seed for env in made[1:]} == {np.random.SeedSequence((1, 1)).generate_state(1)[0]} != {made[0].seed}
     obs = np.array([[made[-1].number, 3.0, 0.0]])  # two resets came before that of the first episode
