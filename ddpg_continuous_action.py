@@ -123,7 +123,7 @@ def parse_args():
         (wrong, f"{', '.join(wrong)} must be above 0 and finite ({', '.join(may_be_0)} may be 0)"),
         (max(args.gamma, args.tau) > 1 or args.seed >= 2**32, "--gamma and --tau must be up to 1, --seed below 2**32"),
         (not args.hidden_sizes or min(args.hidden_sizes) < 1, "--hidden-sizes must be some numbers above 0"),
-        (args.num_iterations * args.num_envs <= args.learning_starts, "--learning-starts is above --total-timesteps"),
+        (args.num_iterations * args.num_envs <= args.learning_starts, "--learning-starts is past the last step"),
         (args.resume and args.evaluate or "" in (args.resume, args.evaluate), "give --resume or --evaluate a folder"),
         (args.run_name and Path("x", args.run_name).resolve().parent.name != "x", "--run-name must name a folder"),
     ]
@@ -346,8 +346,8 @@ def call(module, params, *inputs):
 
 
 def step_adam(learner, loss, lr, weight_decay, max_grad_norm):
-    """A step of Adam, in place, on loss, flat parameters -> (loss, some METRICS (k,)); learner: see update. Returns the
-    metrics, and how many of each: (2, k)."""
+    """A step of Adam, in place. loss: a function of flat parameters (p,) that returns the scalar loss and some METRICS
+    (k,); learner: see ddpg_update. Returns the metrics and their numbers, ones, float32 (2, k)."""
     grads, metrics = torch.func.grad(loss, has_aux=True)(learner["params"])
     if max_grad_norm:
         grads = grads * torch.clamp(max_grad_norm / (grads.norm() + 1e-6), max=1.0)
@@ -356,17 +356,17 @@ def step_adam(learner, loss, lr, weight_decay, max_grad_norm):
     return torch.stack((metrics, torch.ones_like(metrics))).detach()
 
 
-def update(learners, totals, agent, rows, with_actor, args):
+def ddpg_update(learners, totals, agent, rows, with_actor, args):
     """A step of Adam for the critic and, with_actor, for the actor, then of both targets (algorithm 1 of the paper).
     learners: {"actor", "critic": {"params", "target", both flat, and Adam's "exp_avg", "exp_avg_sq", "step"}}, changed
     in place; rows: see Replay.sample. Adds METRICS to totals[0], float32 (3,), and how many of each to totals[1]."""
     obs, actions, rewards, next_obs, terminations = rows.split(agent.row_sizes, 1)
     next_actions = call(agent.actor, learners["actor"]["target"], next_obs)
     next_values = call(agent.critic, learners["critic"]["target"], torch.cat((next_obs, next_actions), 1))
-    returns = rewards + args.gamma * (1 - terminations) * next_values
+    td_targets = rewards + args.gamma * (1 - terminations) * next_values
     def critic_loss(params):
         values = call(agent.critic, params, torch.cat((obs, actions), 1))
-        loss = nn.functional.mse_loss(values, returns)
+        loss = nn.functional.mse_loss(values, td_targets)
         return loss, torch.stack((values.mean(), loss))
     def actor_loss(params):
         obs_and_actions = torch.cat((obs, call(agent.actor, params, obs)), 1)
@@ -491,16 +491,16 @@ if __name__ == "__main__":
     stop_signals, terminal = [], sys.stderr.isatty()
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
-    learn = compile_or_not(update, args, device)
+    learn = compile_or_not(ddpg_update, args, device)
     try:  # two runs started in one second must not share a folder
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))
     except OSError as error:
         fail(f"can't make {run_dir} ({error.strerror}): choose another --run-name, or mend that")
+    replay = Replay(run_dir / "replay.bin", min(args.buffer_size, args.num_iterations * args.num_envs),
+                    args.checkpoint_interval + args.num_envs, envs.obs_dim, envs.action_dim, iteration * args.num_envs)
     for path in run_dir.iterdir():  # what was logged after the checkpoint will be logged again
         if path.name.startswith(("events.", "episodes.csv")) and not path.is_symlink():
             os.truncate(path, min(path.stat().st_size, progress["log_sizes"].get(path.name, 0)))
-    replay = Replay(run_dir / "replay.bin", min(args.buffer_size, args.num_iterations * args.num_envs),
-                    args.checkpoint_interval + args.num_envs, envs.obs_dim, envs.action_dim, iteration * args.num_envs)
     if not checkpoint:
         git = ["sh", "-c", "git describe --always --dirty"]  # says nothing without git, or outside a repository
         commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()

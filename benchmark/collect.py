@@ -48,11 +48,15 @@ def changed_flags(args, defaults):
     return shlex.join(words)
 
 
+def read_episodes(run):
+    """The rows of a run's episodes.csv, as dicts of strings."""
+    text = (run / "episodes.csv").read_text() if (run / "episodes.csv").exists() else ""
+    return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))  # the last line may be half written
+
+
 def read_run(run):
     """A run's folder -> its row of the CSV; what it doesn't have yet is "". Raises what a damaged folder makes it."""
-    config, path = json.loads((run / "config.json").read_text()), run / "episodes.csv"
-    text = path.read_text() if path.exists() else ""
-    episodes = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))  # the last line may be half written
+    config, episodes = json.loads((run / "config.json").read_text()), read_episodes(run)
     returns = [float(episode["return"]) for episode in episodes]
     steps, wall = (int(episodes[-1]["global_step"]), float(episodes[-1]["wall_seconds"])) if episodes else ("", "")
     try:
@@ -76,9 +80,8 @@ def read_curves(run):
     """A run's folder -> rows of its learning curves: env_id, seed, run, kind, global_step, return."""
     args = json.loads((run / "config.json").read_text())["args"]
     head = {"env_id": args["env_id"], "seed": args["seed"], "run": run.name}
-    text = (run / "episodes.csv").read_text()
     rows = [head | {"kind": "training", "global_step": int(episode["global_step"]), "return": episode["return"]}
-            for episode in csv.DictReader(text[: text.rfind("\n") + 1].splitlines())]
+            for episode in read_episodes(run)]
     events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
     tag = "eval/episodic_return"
     return rows + [head | {"kind": "evaluation", "global_step": event.step, "return": round(event.value, 3)}

@@ -73,6 +73,8 @@ def expand(table, path):
             raise SuiteError(f"{path}: {key} = {value!r} is of the wrong type; see `python -m benchmark.sweep --help`")
     script, module = load_script(table["script"], path)
     seeds = table["seeds"] if isinstance(table["seeds"], list) else list(range(1, table["seeds"] + 1))
+    if not all(type(seed) is int and seed >= 0 for seed in seeds) or not all(type(x) is str for x in table["env_ids"]):
+        raise SuiteError(f"{path} must have whole numbers from 0 as seeds, and strings as env_ids")
     if not (seeds and table["env_ids"]):
         raise SuiteError(f"{path} has a table [[runs]] with no seeds or no env_ids")
     runs = []
@@ -100,7 +102,11 @@ def load_script(name, suite_path):
     spec = importlib.util.spec_from_file_location(f"suite_{script.stem}", script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look themselves up there
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+        fields(module.Args), module.parse_args
+    except Exception as error:  # it may be anybody's script
+        raise SuiteError(f"{suite_path}: can't import Args and parse_args from {script}: {error}") from None
     return str(script), module
 
 

@@ -40,7 +40,7 @@ def read_result(run_dir):
     """Mean return of a finished run's evaluation, or None."""
     try:
         return float(np.mean(json.loads((run_dir / "evaluation.json").read_text())["returns"]))
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -81,15 +81,15 @@ class Sweep:
                                    "result": result, "error": ""}
 
     def check(self):
-        """Ends the program if a run that is there was made by another script or with other flags."""
+        """Ends the program if a run that is there was made with other flags."""
         for name, run in self.runs.items():
             path = self.dir / "runs" / name / "config.json"
             try:
-                config = json.loads(path.read_text()) if path.exists() else None
-            except ValueError:
-                config = None  # killed while it was written: the run starts again
-            if config and (changed := [k for k, x in run.args.items() if config["args"].get(k, x) != x
-                                       and k not in ("num_threads", "resume")]):
+                made = json.loads(path.read_text())["args"]
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # not begun, or killed while it was written: the run starts again
+            changed = [k for k, x in run.args.items() if made.get(k, x) != x and k not in ("num_threads", "resume")]
+            if changed:
                 refuse(f"{path.parent} was made with another {', '.join(changed)}: choose another --runs, or remove it")
 
     def command(self, run):
@@ -134,20 +134,23 @@ class Sweep:
         self.say(f"{job['state'] if job['state'] != 'waiting' else 'to be resumed'}: {name} {job['error']}".rstrip())
 
     def stalled(self, name):
-        """Whether a running run has written nothing for too long, neither its log nor into its folder."""
-        files = [self.dir / "logs" / f"{name}.log", *(self.dir / "runs" / name).glob("*")]
-        times = [file.stat().st_mtime for file in files if file.exists()]
-        return time.time() - max(self.processes[name][2], *times) > self.stall_s
+        """Whether a running run has written nothing for too long, neither its log nor a file of its folder anew."""
+        places = (self.dir / "logs" / f"{name}.log", self.dir / "runs" / name)
+        times = [place.stat().st_mtime for place in places if place.exists()]
+        return time.time() - max([self.processes[name][2], *times]) > self.stall_s
 
-    def kill(self, name, wait_s):
-        """Asks a run's process to stop and save, kills it after wait_s."""
-        process = self.processes[name][0]
-        process.terminate()
-        try:
-            process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    def stop(self, names, wait_s, said=""):
+        """Asks runs to save and end, once, since at a second signal a script ends unsaved; after wait_s kills them."""
+        end = time.time() + wait_s
+        for name in names:
+            self.processes[name][0].terminate()
+        for name in names:
+            try:
+                self.processes[name][0].wait(max(0.0, end - time.time()))
+            except subprocess.TimeoutExpired:
+                self.processes[name][0].kill()
+                self.processes[name][0].wait()
+            self.end(name, said)
 
     def poll(self):
         """Looks after the runs once: ends, stalls, starts."""
@@ -155,8 +158,7 @@ class Sweep:
             if self.processes[name][0].poll() is not None:
                 self.end(name)
             elif self.stalled(name):
-                self.kill(name, STALLED_S)
-                self.end(name, f"nothing written for {self.stall_s / 60:g} minutes")
+                self.stop([name], STALLED_S, f"nothing written for {self.stall_s / 60:g} minutes")
         for name, job in self.jobs.items():
             if job["state"] == "waiting" and self.free and not self.stopping:
                 self.start(self.runs[name])
@@ -201,11 +203,7 @@ class Sweep:
                     print(summary(self.jobs), flush=True)
                     shown = time.time()
                 time.sleep(POLL_S)
-        for name in list(self.processes):  # only after a signal
-            self.processes[name][0].terminate()
-        for name in list(self.processes):
-            self.kill(name, STOP_S)
-            self.end(name)
+        self.stop(list(self.processes), STOP_S)  # there are some only after a signal
         self.write()
         failed = any(job["state"] == "failed" for job in self.jobs.values())
         return 128 + self.stopping if self.stopping else int(failed)

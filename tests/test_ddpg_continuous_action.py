@@ -141,7 +141,7 @@ def test_updates_equal_a_plain_reference(flags, compiled):
     agent = ddpg.Agent(3, 2, args.hidden_sizes)
     learners, totals = learn_state(agent), torch.zeros(2, 3)
     reference = Reference(agent, learners, args)
-    update = ddpg.compile_or_not(ddpg.update, args, torch.device("cpu"))
+    update = ddpg.compile_or_not(ddpg.ddpg_update, args, torch.device("cpu"))
     sums = np.zeros((2, 3))
     for number in range(10):
         rows = transitions(32, 3, 2)
@@ -175,7 +175,7 @@ def test_updates_equal_those_of_stable_baselines3(monkeypatch):
         batch = ReplayBufferSamples(obs, actions, next_obs, terminations, rewards)
         monkeypatch.setattr(model.replay_buffer, "sample", lambda *_, batch=batch, **__: batch)
         model.train(gradient_steps=1, batch_size=32)
-        ddpg.update(learners, torch.zeros(2, 3), agent, rows, True, args)
+        ddpg.ddpg_update(learners, torch.zeros(2, 3), agent, rows, True, args)
     for name, nets in theirs.items():
         for key, net in zip(("params", "target"), nets):
             expected = nn.utils.parameters_to_vector(net.parameters()).detach()
@@ -190,7 +190,7 @@ def test_the_step_of_the_actor_leaves_the_critic_alone():
     after = {}
     for with_actor in (False, True):
         after[with_actor] = copy.deepcopy(before)
-        ddpg.update(after[with_actor], torch.zeros(2, 3), agent, rows, with_actor, args)
+        ddpg.ddpg_update(after[with_actor], torch.zeros(2, 3), agent, rows, with_actor, args)
     assert torch.equal(after[True]["critic"]["params"], after[False]["critic"]["params"])
     assert not torch.equal(after[True]["actor"]["params"], before["actor"]["params"])
     for name, learner in before.items():

@@ -28,7 +28,6 @@ DIFFERENT = {
     "Agent.__init__": (3, "the network"),
     "Agent.forward": (2, "normal or categorical distribution"),
     "rollout": (2, "whether the actor alone is computed, or all outputs of a shared trunk"),
-    "update": (2, "the algorithm"),
     "evaluate": (3, "statistics to bring, probabilities to draw, a progress bar not to tear"),
     "AlgorithmArgs.env_id": (2, "default"),
     "AlgorithmArgs.total_timesteps": (2, "default"),

@@ -60,7 +60,11 @@ if __name__ == "__main__":
     else:
         (run / "config.json").write_text(json.dumps({"args": asdict(args)}))
     first, stop = step, []
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    def request_stop(*_):
+        if stop:  # as the real scripts
+            os._exit(99)
+        stop.append(1)
+    signal.signal(signal.SIGTERM, request_stop)
     with open(run / "starts.txt", "a") as file:
         print(sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"], time.time(), file=file)
     if args.env_id == "BadInput-v0":
@@ -75,9 +79,9 @@ if __name__ == "__main__":
         step += 1
         with open(run / "steps.txt", "a") as file:
             print(step, file=file)
-        checkpoint.write_text(str(step))
         print(f" 50%|##   | {step}/{args.total_timesteps} [00:01<00:09, 12.50 steps/s, return -7.5]", flush=True)
         time.sleep(0.2)
+        checkpoint.write_text(str(step))
         if stop:
             print("stopped")
             sys.exit(143)
@@ -146,6 +150,10 @@ variants = { plain = {}, slow = { fast = false, total_timesteps = 9 } }''')
     ('env_ids = ["A"]', "without seeds"),
     ('env_ids = ["A"]\nseeds = 0', "no seeds or no env_ids"),
     ('env_ids = "A"\nseeds = 1', "env_ids = 'A' is of the wrong type"),
+    ('env_ids = ["A"]\nseeds = [-1]', "whole numbers from 0 as seeds"),
+    ('env_ids = [1]\nseeds = 1', "strings as env_ids"),
+    ('env_ids = ["A"]\nseeds = 1\n[[runs]]\nscript = "suite.toml"\nenv_ids = ["B"]\nseeds = 1', "no script suite.toml"),
+    ('env_ids = ["A"]\nseeds = 1\n[[runs]]\nscript = "other.py"\nenv_ids = ["B"]\nseeds = 1', "can't import Args"),
     ('env_ids = ["A"]\nseeds = true', "seeds = True is of the wrong type"),
     ('env_ids = ["A"]\nseeds = 1\nenvs = 3', "unknown key envs"),
     ('env_ids = ["A", "A"]\nseeds = 1', "A__fake__1 more than once"),
@@ -157,6 +165,7 @@ variants = { plain = {}, slow = { fast = false, total_timesteps = 9 } }''')
     ('env_ids = ["A"]\nseeds = 1\n[[walks]]\n', "must have tables [[runs]] and nothing else"),
 ])
 def test_bad_suites_are_refused_in_one_sentence(tmp_path, text, sentence):
+    (tmp_path / "other.py").write_text("no python")
     with pytest.raises(SuiteError) as error:
         read_suite(write_suite(tmp_path, text))
     assert sentence in str(error.value) and "\n" not in str(error.value)
