@@ -449,8 +449,8 @@ def evaluate(agent, obs_stats, args, video_dir=None):
 
 
 def request_stop(signum, _frame):
-    """Ctrl-C, SIGTERM: the iteration is ended and saved first. In the first iteration, or again: ends at once."""
-    if stop_signals or iteration == progress["iteration"]:
+    """Ctrl-C, SIGTERM: the iteration is ended and saved first. In the first, or at a second Ctrl-C: ends at once."""
+    if iteration == progress["iteration"] or stop_signals and not stop_signals[0] == signum == signal.SIGTERM:
         fail(f"stopped at once; --resume {run_dir} goes on from its last checkpoint, if any", code=128 + signum)
     stop_signals.append(signum)
 

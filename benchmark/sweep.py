@@ -1,56 +1,42 @@
-"""Runs a suite: every run in a process of its own, so many at a time, until all are finished.
+"""Runs a suite: every run in a process of its own, here, in containers or on a cluster, until all are finished.
 
-    python -m benchmark.sweep SUITE [--runs DIR] [--workers N] [--cpus-per-run N] [--retries N] [--stall-minutes M]
+    python -m benchmark.sweep SUITE [--runs DIR] [--workers N] [--cpus-per-run N] [--gpus-per-run N]
+    python -m benchmark.sweep SUITE --backend docker|slurm|ray
     python -m benchmark.sweep benchmark/suites/smoke.toml --dry-run
 
 SUITE is a file, or a name under benchmark/suites/ (its format: see benchmark/suite.py). DIR (sweeps/SUITE without
---runs) gets runs/NAME, a run's folder, logs/NAME.log, what it printed, and sweep.json, which
+--runs) gets runs/NAME, a run's folder, logs/NAME.log, what it printed, and jobs/NAME.json, its state, which
 `python -m benchmark.status DIR` shows at any time. Started again, a sweep skips what is finished and resumes what is
 not from its checkpoints. Ctrl-C and SIGTERM let the runs write theirs. The exit code is 1 if a run has failed.
 """
 
 import argparse
-import ctypes
-import fcntl
 import json
 import os
 import re
+import shlex
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from benchmark.suite import ROOT, SuiteError, read_suite
+from benchmark.engines import ENGINES, ROOT, EngineError
+from benchmark.suite import SuiteError, read_suite
+from benchmark.worker import held, hold, last_written, read_job, read_result, tail, write_job, write_json
 
 # A script's line where its output is no terminal: "  3%|3  | 2048/65536 [00:03<01:31, 690.55 steps/s, return -7.9]"
 PROGRESS = re.compile(r"\| (\d+)/(\d+) \[[^<]*<([^,]*), *([^,\]]+)(?:, return ([^\]]+))?\]")
 POLL_S = 0.5  # s between two looks at the runs
-STOP_S, STALLED_S = 60, 5  # s until a run that was asked to stop is killed, and until a stalled one is
+SILENT_S = 120  # s without a word after which the table says so
 STATES = ("running", "waiting", "failed", "finished")
-
-
-def read_result(run_dir):
-    """Mean return of a finished run's evaluation, or None."""
-    try:
-        return float(np.mean(json.loads((run_dir / "evaluation.json").read_text())["returns"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def tail(path, size=4096):
-    """The last bytes of a file as lines, [] where it isn't there."""
-    if not path.exists():
-        return []
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - size))
-        return file.read().decode(errors="replace").splitlines()
+ENDS = ("failed", "finished")
+ONLY = {"image": ("docker",), "memory_per_run": ("docker", "slurm", "ray"), "partition": ("slurm",),
+        "account": ("slurm",), "time": ("slurm",), "engine_args": ("docker", "slurm"), "ray_address": ("ray",)}
 
 
 def read_progress(log):
@@ -66,147 +52,100 @@ def refuse(message):
 
 
 class Sweep:
-    """The runs of a suite in the folder dir, with what happened to each: jobs[name] is a dict with "state" (of
-    STATES), "attempts", "result" (of the evaluation), "error" (the last line of a failed run's log)."""
+    """The runs of a suite in a folder, and the engine that they run on. jobs: {name: as read_job returns it}."""
 
-    def __init__(self, runs, folder, workers, cpus_per_run, retries, stall_minutes):
-        self.runs, self.dir = {run.name: run for run in runs}, folder
-        self.retries, self.stall_s = retries, 60 * stall_minutes
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count()))
-        self.free = [cores[i * cpus_per_run : (i + 1) * cpus_per_run] for i in range(workers)]
-        self.jobs, self.processes, self.stopping = {}, {}, None
-        for run in runs:
-            result = read_result(folder / "runs" / run.name)
-            self.jobs[run.name] = {"state": "waiting" if result is None else "finished", "attempts": 0,
-                                   "result": result, "error": ""}
+    def __init__(self, folder, runs, engine, retries):
+        self.dir, self.runs, self.engine, self.retries = folder, runs, engine, retries
+        self.jobs = {name: read_job(folder, name) for name in runs}
+        self.given, self.cancelled, self.stopping = {}, set(), None
+        self.say = lambda line: print(line, flush=True)
 
-    def check(self):
-        """Ends the program if a run that is there was made with other flags."""
-        for name, run in self.runs.items():
-            path = self.dir / "runs" / name / "config.json"
-            try:
-                made = json.loads(path.read_text())["args"]
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # not begun, or killed while it was written: the run starts again
-            changed = [k for k, x in run.args.items() if made.get(k, x) != x and k not in ("num_threads", "resume")]
-            if changed:
-                refuse(f"{path.parent} was made with another {', '.join(changed)}: choose another --runs, or remove it")
+    def held(self, name):
+        return held(self.dir / "jobs" / f"{name}.lock")
 
-    def command(self, run):
-        """The words of the command that starts a run, or goes on with it."""
-        resume = (self.dir / "runs" / run.name / "checkpoint.pt").exists()
-        return [sys.executable, run.script, *(("--resume", f"runs/{run.name}") if resume else run.words)]
-
-    def start(self, run):
-        """Starts a run on free cores; its process ends with this one, and until then holds the sweep's lock."""
-        cores = self.free.pop(0)
-        threads = str(len(cores))
-        env = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads,
-                            "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-        def child():
-            if sys.platform == "linux":
-                os.sched_setaffinity(0, cores)
-                ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a sweep killed by -9 leaves no orphans
-
-        with open(self.dir / "logs" / f"{run.name}.log", "a") as log:
-            process = subprocess.Popen(
-                self.command(run), cwd=self.dir, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, preexec_fn=child, pass_fds=[self.lock.fileno()])
-        self.processes[run.name] = (process, cores, time.time())
-        self.jobs[run.name] |= {"state": "running", "attempts": self.jobs[run.name]["attempts"] + 1}
-
-    def end(self, name, said=""):
-        """Takes note of a run whose process has ended."""
-        process, cores, _ = self.processes.pop(name)
-        self.free.append(cores)
-        job, log = self.jobs[name], self.dir / "logs" / f"{name}.log"
-        job["result"] = read_result(self.dir / "runs" / name)
-        job["error"] = said or next((line for line in reversed(tail(log)) if line.strip()), "nothing printed")
-        if process.returncode == 0 and job["result"] is not None:
-            job |= {"state": "finished", "error": ""}
-        elif self.stopping:
-            job["state"] = "waiting"
-        else:
-            again = job["attempts"] <= self.retries and process.returncode != 2  # 2 is bad input, which stays bad
-            job["state"] = "waiting" if again else "failed"
-            job["error"] += f" (exit code {process.returncode})"
-        self.say(f"{job['state'] if job['state'] != 'waiting' else 'to be resumed'}: {name} {job['error']}".rstrip())
-
-    def stalled(self, name):
-        """Whether a running run has written nothing for too long, neither its log nor a file of its folder anew."""
-        places = (self.dir / "logs" / f"{name}.log", self.dir / "runs" / name)
-        times = [place.stat().st_mtime for place in places if place.exists()]
-        return time.time() - max([self.processes[name][2], *times]) > self.stall_s
-
-    def stop(self, names, wait_s, said=""):
-        """Asks runs to save and end, once, since at a second signal a script ends unsaved; after wait_s kills them."""
-        end = time.time() + wait_s
-        for name in names:
-            self.processes[name][0].terminate()
-        for name in names:
-            try:
-                self.processes[name][0].wait(max(0.0, end - time.time()))
-            except subprocess.TimeoutExpired:
-                self.processes[name][0].kill()
-                self.processes[name][0].wait()
-            self.end(name, said)
+    def begin(self):
+        """Runs that failed before, or were left by a sweep that was killed, are to be tried again."""
+        running = self.engine.running()
+        self.given = {name: self.jobs[name]["started"] for name in running if name in self.jobs}
+        for name, job in self.jobs.items():
+            if job["state"] != "finished" and name not in running and not self.held(name):
+                job |= {"state": "waiting", "failures": 0, "error": ""}
+                write_job(self.dir, name, job)
 
     def poll(self):
-        """Looks after the runs once: ends, stalls, starts."""
-        for name in list(self.processes):
-            if self.processes[name][0].poll() is not None:
-                self.end(name)
-            elif self.stalled(name):
-                self.stop([name], STALLED_S, f"nothing written for {self.stall_s / 60:g} minutes")
+        """Looks after the runs once: takes note of those that ended, and starts others."""
+        running = self.engine.running()
+        for name in self.given:
+            self.jobs[name] = read_job(self.dir, name)
+        for name in set(self.given) - running:
+            self.left(name, self.given.pop(name))
+        names = []
         for name, job in self.jobs.items():
-            if job["state"] == "waiting" and self.free and not self.stopping:
-                self.start(self.runs[name])
-        self.write()
+            if len(names) == self.engine.room():
+                break
+            if job["state"] not in ENDS and name not in self.given and name not in self.cancelled:
+                if self.held(name):  # by what a killed sweep has left, which is to end first
+                    self.jobs[name] = read_job(self.dir, name)
+                else:
+                    names.append(name)
+        if names:
+            self.engine.start(names)
+            self.given |= {name: self.jobs[name]["started"] for name in names}
 
-    def write(self):
-        """sweep.json, whole at any time."""
-        state = {"time": time.time(), "pid": os.getpid(), "host": os.uname().nodename, "jobs": self.jobs}
-        (self.dir / "sweep.tmp").write_text(json.dumps(state, indent=1))
-        (self.dir / "sweep.tmp").replace(self.dir / "sweep.json")
-
-    def hold(self):
-        """Takes the folder's lock or ends the program, naming who holds it."""
-        self.dir.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.dir / "lock", "a+")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.lock.seek(0)
-            refuse(f"{self.dir} is held by another sweep, {self.lock.read().strip()}, or by runs it has left: wait "
-                   "for their end, or choose another --runs")
-        self.lock.truncate(0)
-        self.lock.write(f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%Y-%m-%d %H:%M')}")
-        self.lock.flush()
-        for name in ("logs", "runs"):
-            (self.dir / name).mkdir(exist_ok=True)
+    def left(self, name, started):
+        """A run's worker has ended; started: time of the run's last attempt before it."""
+        job = self.jobs[name]
+        if job["state"] not in ENDS and not self.held(name):
+            if self.engine.cancels and job["state"] == "waiting":
+                self.cancelled.add(name)
+            elif job["started"] == started:  # not even the worker came up: nobody but the engine can say why
+                job["failures"] += 1
+                log = tail(self.dir / "logs" / f"{name}.log")
+                job["error"] = next((line for line in reversed(log) if line.strip()), "its worker said nothing")
+                job["state"] = "failed" if job["failures"] > self.retries else "waiting"
+                write_job(self.dir, name, job)
+        state = "cancelled" if name in self.cancelled else job["state"] if job["state"] in ENDS else "to be resumed"
+        self.say(f"{state}: {name} {job['error']}".rstrip())
 
     def run(self):
         """Runs all to their ends, or to a signal; returns the exit code."""
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, lambda signum, _: setattr(self, "stopping", signum))
         terminal = sys.stdout.isatty()
-        self.say = (lambda line: None) if terminal else (lambda line: print(line, flush=True))
-        live = Live(console=Console(), auto_refresh=False) if terminal else None
+        live = Live(console=Console(), auto_refresh=False) if terminal else open(os.devnull)
+        self.say = (lambda line: None) if terminal else self.say
         shown = 0.0
-        with live or open(os.devnull):
-            while any(job["state"] in ("waiting", "running") for job in self.jobs.values()) and not self.stopping:
+        with live:
+            while not self.stopping and any(job["state"] not in ENDS and name not in self.cancelled
+                                            for name, job in self.jobs.items()):
                 self.poll()
                 if terminal:
                     live.update(make_table(self.dir, self.jobs), refresh=True)
                 elif time.time() - shown > 30:
-                    print(summary(self.jobs), flush=True)
+                    self.say(summary(self.jobs))
                     shown = time.time()
                 time.sleep(POLL_S)
-        self.stop(list(self.processes), STOP_S)  # there are some only after a signal
-        self.write()
-        failed = any(job["state"] == "failed" for job in self.jobs.values())
+        said = self.engine.stop() if self.stopping else ""
+        self.jobs = {name: read_job(self.dir, name) for name in self.runs}
+        Console(width=None if terminal else 200).print(make_table(self.dir, self.jobs, most=10**9))
+        print(said, end="\n" * bool(said))
+        if self.cancelled:
+            print(f"{len(self.cancelled)} were cancelled; the same command goes on with them")
+        failed = any(job["state"] != "finished" for job in self.jobs.values())
         return 128 + self.stopping if self.stopping else int(failed)
+
+
+def changed_flags(folder, runs):
+    """(path, names) of the first run that is there already and was made with other flags; None if there is none."""
+    for run in runs:
+        path = folder / "runs" / run.name / "config.json"
+        try:
+            made = json.loads(path.read_text())["args"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # not begun, or killed while it was written: the run starts again
+        names = [k for k, x in run.args.items() if made.get(k, x) != x and k not in ("num_threads", "resume")]
+        if names:
+            return path.parent, ", ".join(names)
 
 
 def summary(jobs):
@@ -218,13 +157,17 @@ def summary(jobs):
 def make_table(folder, jobs, most=40):
     """The jobs of a sweep as a table, those that run first, no more than most of them."""
     table = Table("run", "state", "steps", "speed", "ETA", "return", "note", title=summary(jobs))
-    for name, job in sorted(jobs.items(), key=lambda item: STATES.index(item[1]["state"]))[:most]:
-        progress = read_progress(Path(folder) / "logs" / f"{name}.log")
+    order = {state: i for i, state in enumerate(STATES)}
+    for name, job in sorted(jobs.items(), key=lambda item: order.get(item[1]["state"], 1))[:most]:
+        progress, result = read_progress(folder / "logs" / f"{name}.log"), read_result(folder / "runs" / name)
         speed, eta, note = "", "", job["error"]
         if job["state"] == "running":
             speed, eta = progress.get("speed", ""), progress.get("eta", "")
-            note = f"attempt {job['attempts']}" if job["attempts"] > 1 else ""
-        value = progress.get("return") or "" if job["result"] is None else f"{job['result']:.1f}"
+            silent_s = time.time() - max(job["started"], last_written(folder, name))
+            notes = [f"attempt {job['failures'] + 1}"] if job["failures"] else []
+            notes += [f"silent for {silent_s / 60:.0f} min, {job['place']}"] if silent_s > SILENT_S else []
+            note = ", ".join(notes)
+        value = progress.get("return") or "" if result is None else f"{result:.1f}"
         table.add_row(name, job["state"], f"{progress['step']}/{progress['steps']}" if progress else "", speed, eta,
                       value, escape(note))
     if len(jobs) > most:
@@ -232,43 +175,74 @@ def make_table(folder, jobs, most=40):
     return table
 
 
-def main():
+def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", help="a suite's file, or its name under benchmark/suites/")
     parser.add_argument("--runs", type=Path, help="folder of the sweep (default sweeps/SUITE)")
-    parser.add_argument("--workers", type=int, help="runs at a time (default: as many as there are cores for)")
+    parser.add_argument("--backend", choices=list(ENGINES), default="local", help="where the runs run (default local)")
+    parser.add_argument("--workers", type=int, help="runs at a time (default: as many as there is room for)")
     parser.add_argument("--cpus-per-run", type=int, default=1, help="cores of a run, and its threads (default 1)")
+    parser.add_argument("--gpus-per-run", type=float, default=0, help="GPUs of a run; 0.25: four share one (default 0)")
+    parser.add_argument("--memory-per-run", help="docker, slurm, ray: a run's memory, such as 8G")
+    parser.add_argument("--image", help="docker: the image (default plainrl)")
+    parser.add_argument("--partition", help="slurm: the partition")
+    parser.add_argument("--account", help="slurm: the account")
+    parser.add_argument("--time", help="slurm: time limit of a job, after which the run goes on in another")
+    parser.add_argument("--ray-address", help="ray: the cluster's address (default: a cluster of this machine alone)")
+    parser.add_argument("--engine-arg", dest="engine_args", action="append", metavar="WORD", default=[],
+                        help="docker, slurm: one more word for docker run or sbatch: --engine-arg=--constraint=a100")
     parser.add_argument("--retries", type=int, default=1, help="how often a failed run is resumed (default 1)")
     parser.add_argument("--stall-minutes", type=float, default=30,
                         help="a run that writes nothing for so long counts as failed (default 30)")
-    parser.add_argument("--dry-run", action="store_true", help="print the runs' commands, and run nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, and start nothing")
     args = parser.parse_args()
+    for name, backends in ONLY.items():
+        if getattr(args, name) and args.backend not in backends:
+            flag = name.rstrip("s").replace("_", "-")
+            refuse(f"--{flag} is for --backend {' or '.join(backends)}")
+    if args.cpus_per_run < 1 or not args.stall_minutes > 0 or args.retries < 0 or not 0 <= args.gpus_per_run < 1e6:
+        refuse("--cpus-per-run and --stall-minutes must be above 0, --gpus-per-run and --retries from 0")
+    if args.workers is not None and args.workers < 1:
+        refuse("--workers must be above 0")
+    if args.memory_per_run and not re.fullmatch(r"[1-9]\d*[KMGT]", args.memory_per_run):
+        refuse(f"--memory-per-run {args.memory_per_run} must be a whole number with K, M, G or T")
+    args.image = args.image or "plainrl"
+    return args
+
+
+def main():
+    args = parse_args()
     path = Path(args.suite)
     path = path if path.suffix == ".toml" else ROOT / "benchmark" / "suites" / f"{args.suite}.toml"
-    try:
-        runs = read_suite(path)
-    except SuiteError as error:
-        refuse(error)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if args.cpus_per_run < 1 or args.stall_minutes <= 0 or args.retries < 0:
-        refuse("--cpus-per-run and --stall-minutes must be above 0, --retries from 0")
-    workers = args.workers if args.workers is not None else max(1, cores // args.cpus_per_run)
-    if not 0 < workers * args.cpus_per_run <= cores:
-        refuse(f"--workers {workers} x --cpus-per-run {args.cpus_per_run} don't fit on {cores} cores")
     folder = (args.runs or Path("sweeps") / path.stem).absolute()
-    sweep = Sweep(runs, folder, workers, args.cpus_per_run, args.retries, args.stall_minutes)
-    if args.dry_run:
-        for name, run in sweep.runs.items():
-            print(sweep.jobs[name]["state"], *sweep.command(run))
-        return
-    sweep.hold()
-    sweep.check()
-    print(f"{len(runs)} runs, {workers} at a time, in {folder}: {summary(sweep.jobs)}", flush=True)
-    code = sweep.run()
-    Console(width=None if sys.stdout.isatty() else 200).print(make_table(folder, sweep.jobs, most=10**9))
-    if sweep.stopping:
-        print("stopped; the same command goes on")
-    sys.exit(code)
+    try:
+        suite = read_suite(path)
+        runs = {run.name: {"script": run.script, "words": run.words} for run in suite}
+        engine = ENGINES[args.backend](folder, runs, args)
+        sweep = Sweep(folder, runs, engine, args.retries)
+        if args.dry_run:
+            for name, run in runs.items():
+                print(sweep.jobs[name]["state"], shlex.join([sys.executable, run["script"], *run["words"]]))
+            print(f"the worker that looks after a run:\n{engine.preview(list(runs))}")
+            return
+        for name in ("", "jobs", "logs", "runs"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        lock = hold(folder / "lock")
+        if not lock:
+            holder = (folder / "lock").read_text()
+            refuse(f"{folder} is held by another sweep, {holder}: wait for its end, or choose another --runs")
+        if changed := changed_flags(folder, suite):
+            refuse(f"{changed[0]} was made with another {changed[1]}: choose another --runs, or remove it")
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%Y-%m-%d %H:%M')}")
+        lock.flush()
+        engine.open()
+        write_json(folder / "sweep.json", {"retries": args.retries, "stall_minutes": args.stall_minutes, "runs": runs})
+        sweep.begin()
+        print(f"{len(runs)} runs, {engine}, in {folder}: {summary(sweep.jobs)}", flush=True)
+        sys.exit(sweep.run())
+    except (SuiteError, EngineError) as error:
+        refuse(error)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,8 @@ class Toy(gym.Env):
         steps += 1
         random.random(), np.random.random()  # some environments do: these states must be saved, too
         if FAULT.startswith("SIG") and steps == int(FAULT_STEP):
-            os.kill(os.getpid(), getattr(signal, FAULT))
+            for name in FAULT.split(","):
+                os.kill(os.getpid(), getattr(signal, name))
         self.x = self.x + 0.1 * action + 0.1 * self.np_random.normal(size=2)
         self.t += 1
         obs, reward, late = self.observe(), -float(self.x @ self.x), steps >= int(FAULT_STEP)
@@ -440,13 +441,23 @@ def test_resume_with_compilation(tmp_path):
     assert differences(tmp_path / "whole" / RUN, tmp_path / "killed" / RUN) == []
 
 
-@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGTERM,SIGTERM", 143)])
 def test_resume_after_signal(whole, tmp_path, name, code):
-    """Ctrl-C and SIGTERM: the iteration is finished and saved, and the message says how to go on."""
+    """Ctrl-C and SIGTERM, which some engines send twice: the iteration is finished and saved, and the message says how
+    to go on."""
     result = run(tmp_path, TOY_RUN, fault=f"{name} 6050")
     assert result.returncode == code and "Traceback" not in result.stderr, result.stderr
     assert f"--resume {RUN}" in result.stdout + result.stderr and "6300" in result.stdout + result.stderr
     assert load_checkpoint(tmp_path / RUN)["iteration"] == 21 and not (tmp_path / RUN / "evaluation.json").exists()
+    assert resume(tmp_path).returncode == 0
+    assert differences(whole[0], tmp_path / RUN) == []
+
+
+@pytest.mark.parametrize("names", ["SIGINT,SIGINT", "SIGTERM,SIGINT"])
+def test_second_ctrl_c(whole, tmp_path, names):
+    """Whoever doesn't want to wait for the end of the iteration loses no more than since the last checkpoint."""
+    result = run(tmp_path, TOY_RUN, fault=f"{names} 6050")
+    assert result.returncode == 130 and "stopped at once" in result.stderr, result.stderr
     assert resume(tmp_path).returncode == 0
     assert differences(whole[0], tmp_path / RUN) == []
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmark import sweep
+from benchmark import sweep, worker
 from benchmark.suite import SuiteError, read_suite
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,7 +109,7 @@ def run(*args):
 
 
 def jobs_of(folder):
-    return json.loads((folder / "sweep.json").read_text())["jobs"]
+    return {name: worker.read_job(folder, name) for name in json.loads((folder / "sweep.json").read_text())["runs"]}
 
 
 def wait_for(condition, seconds=60):
@@ -200,12 +200,13 @@ def test_failed_runs_are_resumed_and_at_last_named(tmp_path):
     done = run(suite, tmp_path / "out", "--stall-minutes", "0.03", "--retries", "2")
     assert done.returncode == 1, done.stderr
     jobs = {name.split("-")[0]: job for name, job in jobs_of(tmp_path / "out").items()}
-    assert {name: (job["state"], job["attempts"]) for name, job in jobs.items()} == {
-        "Crash": ("finished", 2), "Never": ("failed", 3), "BadInput": ("failed", 1), "Hang": ("finished", 2),
-        "Good": ("finished", 1)}
+    assert {name: (job["state"], job["failures"]) for name, job in jobs.items()} == {
+        "Crash": ("finished", 1), "Never": ("failed", 3), "BadInput": ("failed", 1), "Hang": ("finished", 1),
+        "Good": ("finished", 0)}
     assert jobs["Never"]["error"] == "RuntimeError: [broken] at 0 (exit code 1)"
     assert jobs["BadInput"]["error"] == "error: a sentence on what is wrong (exit code 2)"
-    assert jobs["Good"]["result"] == 1.5 and jobs["Never"]["result"] is None
+    results = [worker.read_result(tmp_path / "out" / "runs" / f"{name}-v0__fake__1") for name in ("Good", "Never")]
+    assert results == [1.5, None]
     for name in ("Crash", "Hang", "Good"):  # nothing is lost and nothing done twice
         assert steps_of(tmp_path / "out", f"{name}-v0__fake__1") == [1, 2, 3, 4, 5, 6]
     table = done.stdout[done.stdout.rindex("0 running") :]
@@ -232,7 +233,7 @@ def test_a_sweep_that_is_stopped_goes_on(tmp_path, signum):
     wait_for(lambda: run(suite, folder, "--workers", "2").returncode == 0)
     for seed in range(1, 6):
         assert steps_of(folder, f"Good-v0__fake__{seed}") == [1, 2, 3, 4, 5, 6]
-    results = {name: job["result"] for name, job in jobs_of(folder).items()}
+    results = {name: worker.read_result(folder / "runs" / name) for name in jobs_of(folder)}
     assert results == {f"Good-v0__fake__{seed}": seed + 0.5 for seed in range(1, 6)}
     starts = [len((path / "starts.txt").read_text().splitlines()) for path in folder.glob("runs/*")]
     assert sorted(set(starts)) == [1, 2]  # some were resumed, others untouched
@@ -269,7 +270,7 @@ def test_other_flags_are_no_reason_to_mix_runs(tmp_path):
 
 
 @pytest.mark.parametrize("flags, sentence", [
-    (["--workers", "1000"], "don't fit on"), (["--workers", "0"], "don't fit on"),
+    (["--workers", "1000"], "don't fit on"), (["--workers", "0"], "--workers must be above 0"),
     (["--cpus-per-run", "0"], "must be above 0"), (["--stall-minutes", "0"], "must be above 0"),
     (["--retries", "-1"], "--retries from 0"),
 ])
@@ -281,8 +282,10 @@ def test_bad_flags_are_refused(tmp_path, flags, sentence):
 def test_dry_run_runs_nothing(tmp_path):
     done = run(write_suite(tmp_path, 'env_ids = ["Good-v0"]\nseeds = 2'), tmp_path / "out", "--dry-run")
     assert done.returncode == 0 and not (tmp_path / "out").exists()
-    assert done.stdout.splitlines()[1].endswith(f"{tmp_path / 'fake.py'} --env-id Good-v0 --seed 2 --run-name "
-                                                "Good-v0__fake__2")
+    lines = done.stdout.splitlines()
+    assert lines[1].endswith(f"{tmp_path / 'fake.py'} --env-id Good-v0 --seed 2 --run-name Good-v0__fake__2")
+    core = min(os.sched_getaffinity(0))
+    assert lines[3].endswith(f"-m benchmark.worker {tmp_path / 'out'} Good-v0__fake__1 --threads 1 --cores {core}")
 
 
 def test_status_shows_a_sweep(tmp_path):
@@ -291,7 +294,7 @@ def test_status_shows_a_sweep(tmp_path):
     status = [sys.executable, "-m", "benchmark.status"]
     done = subprocess.run([*status, tmp_path / "out"], cwd=ROOT, capture_output=True, text=True)
     assert "0 running, 0 waiting, 1 failed, 1 finished" in done.stdout and "[broken]" in done.stdout
-    assert "Good-v0__fake__1" in done.stdout and "2/2" in done.stdout and "last heard of" in done.stdout
+    assert "Good-v0__fake__1" in done.stdout and "2/2" in done.stdout and "no sweep looks after it" in done.stdout
     nothing = subprocess.run([*status, tmp_path / "nothing"], cwd=ROOT, capture_output=True, text=True)
     assert nothing.returncode == 2 and "is no folder of a sweep" in nothing.stderr
 

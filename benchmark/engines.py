@@ -1,0 +1,332 @@
+"""Where the workers of a sweep run: as processes, in Docker containers, on a Slurm cluster, on a Ray cluster.
+
+An engine has room() for so many more runs, and starts them. running() are the names of those that it was given and that
+haven't ended: they wait in its queue or run. What becomes of a run, its worker writes into the sweep's folder
+(benchmark/worker.py). stop() ends an engine's work on Ctrl-C and SIGTERM; what it returns is told to the user. Before
+start comes open(); preview() says how a run's worker is started. runs: {name: its entry in sweep.json}; args: the
+flags of benchmark.sweep.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+from benchmark.worker import STOP_S, die_with_parent, read_json, write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def parse_bytes(text):
+    """8G -> 8 * 2**30"""
+    return int(text[:-1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[text[-1]]
+
+
+class EngineError(Exception):
+    """Why an engine can't work, and what to do, in one sentence."""
+
+
+def usable_cores():
+    """The cores that this process may use, as numbers."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count()))
+
+
+def usable_gpus():
+    """The GPUs of this machine, as CUDA_VISIBLE_DEVICES names them."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [gpu for gpu in visible.split(",") if gpu]
+    if not shutil.which("nvidia-smi"):
+        return []
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
+    return [str(i) for i, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU")]
+
+
+def python_path():
+    """Where the processes of a run find benchmark/ and the user's own modules."""
+    places = [os.getcwd(), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return os.pathsep.join(dict.fromkeys(filter(None, places)))
+
+
+def wandb_variables():
+    return {key: x for key, x in os.environ.items() if key.startswith("WANDB_")}
+
+
+class Local:
+    """A process a run, on cores (and GPUs) of its own. They end with this process."""
+
+    cancels = False  # whether a run that was stopped there is meant to stay so
+
+    def __init__(self, folder, runs, args):
+        cores, gpus = usable_cores(), usable_gpus() if args.gpus_per_run else []
+        self.folder, self.args, self.processes = folder, args, {}
+        workers = args.workers or max(1, len(cores) // args.cpus_per_run)
+        if workers * args.cpus_per_run > len(cores):
+            raise EngineError(f"{workers} workers with {args.cpus_per_run} cores each don't fit on {len(cores)} cores")
+        if args.gpus_per_run > 1 and args.gpus_per_run % 1:
+            raise EngineError("--gpus-per-run must be a whole number, or below 1 for runs that share a GPU")
+        shares = int(1 / args.gpus_per_run + 1e-9) if 0 < args.gpus_per_run < 1 else 1
+        whole = max(1, int(args.gpus_per_run))
+        places = [gpus[i : i + whole] for i in range(0, len(gpus) - whole + 1, whole) for _ in range(shares)]
+        if args.gpus_per_run and not args.workers:
+            workers = min(workers, len(places)) or 1
+        if args.gpus_per_run and workers > len(places):
+            raise EngineError(f"{workers} workers with {args.gpus_per_run:g} GPUs each don't fit on {len(gpus)} GPUs")
+        self.free = deque((cores[i * args.cpus_per_run : (i + 1) * args.cpus_per_run], places[i] if places else [])
+                          for i in range(workers))
+
+    def __str__(self):
+        return f"{len(self.free) + len(self.processes)} at a time"
+
+    def command(self, name, cores, gpus):
+        """The words that start a run's worker."""
+        return [sys.executable, "-m", "benchmark.worker", str(self.folder), name, "--threads", str(len(cores)),
+                "--cores", ",".join(map(str, cores))]
+
+    def environment(self, gpus):
+        return os.environ | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+
+    def open(self):
+        pass
+
+    def preview(self, names):
+        return shlex.join(self.command(names[0], *self.free[0]))
+
+    def room(self):
+        return len(self.free)
+
+    def start(self, names):
+        for name in names:
+            cores, gpus = self.free.popleft()
+            with open(self.folder / "logs" / f"{name}.log", "a") as log:
+                process = subprocess.Popen(
+                    self.command(name, cores, gpus), env=self.environment(gpus), stdin=subprocess.PIPE, stdout=log,
+                    stderr=log, start_new_session=True, preexec_fn=die_with_parent)
+            self.processes[name] = process, (cores, gpus)
+            self.brief(process)
+
+    def brief(self, process):
+        """What a worker is told at its start."""
+        process.stdin.close()
+
+    def running(self):
+        for name, (process, place) in list(self.processes.items()):
+            if process.poll() is not None:
+                del self.processes[name]
+                self.free.append(place)
+        return set(self.processes)
+
+    def stop(self):
+        for process, _ in self.processes.values():
+            process.terminate()
+        end = time.time() + STOP_S + 10  # after STOP_S a worker kills its run
+        while self.running() and time.time() < end:
+            time.sleep(0.1)
+        for process, _ in self.processes.values():
+            process.kill()
+        return "stopped; the same command goes on"
+
+
+class Docker(Local):
+    """A container a run, of an image with what the scripts need; scripts, modules and the sweep's folder are those of
+    this machine, under their own paths. Its `docker run` stays attached, and passes on signals and the exit code."""
+
+    def __init__(self, folder, runs, args):
+        super().__init__(folder, runs, args)
+        self.scripts = {Path(run["script"]).parent for run in runs.values()}
+
+    def open(self):
+        image = self.args.image
+        if not shutil.which("docker"):
+            raise EngineError("there is no command docker: install Docker (https://docs.docker.com/engine/install/)")
+        found = subprocess.run(["docker", "image", "inspect", image], capture_output=True, text=True)
+        if found.returncode:
+            said = found.stderr.strip().splitlines()[-1]
+            raise EngineError(f"can't use the image {image} ({said}): `docker build -t {image} {ROOT}` makes it")
+        (self.folder / "cache").mkdir(exist_ok=True)
+
+    def command(self, name, cores, gpus):
+        cache = self.folder / "cache"  # of compiled functions
+        places = {ROOT: "ro", Path.cwd(): "ro"} | dict.fromkeys(self.scripts, "ro") | {self.folder: "rw"}
+        words = ["docker", "run", "--rm", "--interactive", "--label", f"plainrl={name}",
+                 "--stop-timeout", str(STOP_S + 10), "--user", f"{os.getuid()}:{os.getgid()}",
+                 "--cpuset-cpus", ",".join(map(str, cores)),
+                 "--env", f"PYTHONPATH={python_path()}", "--env", f"TORCHINDUCTOR_CACHE_DIR={cache}",
+                 "--workdir", str(Path.cwd())]
+        for place, mode in places.items():
+            words += ["--volume", f"{place}:{place}:{mode}"]
+        words += ["--memory", self.args.memory_per_run] if self.args.memory_per_run else []
+        words += ["--gpus", f'"device={",".join(gpus)}"'] if gpus else []
+        return [*words, *self.args.engine_args, self.args.image, "-m", "benchmark.worker", str(self.folder), name,
+                "--threads", str(len(cores)), "--env-from-stdin"]
+
+    def environment(self, gpus):
+        return None
+
+    def brief(self, process):
+        """W&B's variables go through a pipe: Docker would write what it is given by --env to its disk."""
+        with process.stdin as pipe:
+            pipe.write(json.dumps(wandb_variables()).encode())
+
+
+SBATCH = """\
+#!/bin/bash
+# One task a run. Slurm sends SIGUSR1 before the time limit and SIGTERM at a preemption: the run is saved and resumed.
+#SBATCH --job-name=plainrl-{suite}
+#SBATCH --array=0-{last}{limit}
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task={cpus}
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --open-mode=append
+#SBATCH --output={folder}/logs/slurm-%A_%a.log
+{options}
+runs=({names})
+name=${{runs[$SLURM_ARRAY_TASK_ID]}}
+cd {cwd}
+export PYTHONPATH={path}
+exec {python} -m benchmark.worker {folder} "$name" --threads {cpus} >> {folder}/logs/"$name".log 2>&1
+"""
+
+
+class Slurm:
+    """An array job; its tasks go on without this process, which only watches them and submits again what got lost."""
+
+    cancels = True  # by scancel
+
+    def __init__(self, folder, runs, args):
+        self.folder, self.args = folder, args
+        if args.gpus_per_run % 1:
+            raise EngineError("--gpus-per-run must be a whole number: Slurm's runs don't share GPUs")
+        self.arrays = read_json(folder / "slurm.json")  # {job's id: names of its tasks}
+        self.tasks, self.asked = None, 0.0
+
+    def __str__(self):
+        return f"{self.args.workers or 'as many as the cluster has room for'} at a time"
+
+    def open(self):
+        if not shutil.which("sbatch"):
+            raise EngineError("there is no command sbatch: start the sweep on a machine that submits jobs to Slurm")
+
+    def preview(self, names):
+        gpus = int(self.args.gpus_per_run)
+        options = {"partition": self.args.partition, "account": self.args.account, "time": self.args.time,
+                   "mem": self.args.memory_per_run, "gres": f"gpu:{gpus}" if gpus else ""}
+        lines = [f"#SBATCH --{key}={value}\n" for key, value in options.items() if value]
+        lines += [f"#SBATCH {word}\n" for word in self.args.engine_args]
+        return SBATCH.format(
+            suite=self.folder.name, last=len(names) - 1, limit=f"%{self.args.workers}" if self.args.workers else "",
+            cpus=self.args.cpus_per_run, folder=shlex.quote(str(self.folder)), options="".join(lines),
+            names=shlex.join(names), cwd=shlex.quote(os.getcwd()), path=shlex.quote(python_path()),
+            python=shlex.quote(sys.executable))
+
+    def room(self):
+        return sys.maxsize
+
+    def start(self, names):
+        file = self.folder / "sweep.sbatch"
+        file.write_text(self.preview(names))
+        done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True)
+        if done.returncode:
+            raise EngineError(f"sbatch refused {file}: {done.stderr.strip()}")
+        self.arrays[done.stdout.strip().split(";")[0]] = names
+        write_json(self.folder / "slurm.json", self.arrays)
+        self.tasks |= set(names)
+
+    def running(self):
+        """Asks Slurm every 5 s; as long as it doesn't answer, what it said last holds."""
+        if time.time() - self.asked > 5:
+            self.asked = time.time()
+            asked = subprocess.run(["squeue", "--noheader", "--array", "--me", "--format=%F %K"], capture_output=True,
+                                   text=True)
+            if asked.returncode == 0:
+                lines = [line.split() for line in asked.stdout.splitlines()]
+                self.tasks = {self.arrays[job][int(task)] for job, task in lines if job in self.arrays}
+            elif self.tasks is None:
+                raise EngineError(f"Slurm doesn't answer ({asked.stderr.strip()}): try again later")
+        return set(self.tasks)
+
+    def stop(self):
+        jobs = " ".join(self.arrays)
+        return f"the runs go on in Slurm's job {jobs}: `scancel {jobs}` stops them, the same command watches them again"
+
+
+class Ray:
+    """A task a run, on a cluster that sees this machine's files under the same paths, or on this machine."""
+
+    cancels = False
+
+    def __init__(self, folder, runs, args):
+        self.folder, self.args, self.refs = folder, args, {}
+
+    def __str__(self):
+        return f"{self.args.workers or 'as many as the cluster has room for'} at a time"
+
+    def command(self, name):
+        return [sys.executable, "-m", "benchmark.worker", str(self.folder), name,
+                "--threads", str(self.args.cpus_per_run)]
+
+    def preview(self, names):
+        return shlex.join(self.command(names[0]))
+
+    def room(self):
+        return self.args.workers - len(self.refs) if self.args.workers else sys.maxsize
+
+    def open(self):
+        """Joins the cluster at --ray-address, or makes one of this machine's cores and GPUs."""
+        try:
+            import ray
+        except ImportError:
+            raise EngineError("Ray isn't installed: `pip install -r requirements-sweep.txt`") from None
+        self.ray = ray
+        where = {"address": "local", "num_cpus": len(usable_cores()), "num_gpus": len(usable_gpus()),
+                 "include_dashboard": False}
+        where = {"address": self.args.ray_address} if self.args.ray_address else where
+        try:
+            ray.init(log_to_driver=False, logging_level="error", **where)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise EngineError(f"can't reach a Ray cluster at {self.args.ray_address}: {error}") from None
+
+        def work(words, env, log):  # nested, so that it travels to the nodes by value
+            import os
+            import subprocess
+            import time
+            with open(log, "a") as file:
+                process = subprocess.Popen(words, env=os.environ | env, stdin=subprocess.DEVNULL, stdout=file,
+                                           stderr=file)
+            try:
+                while process.poll() is None:  # ray.cancel interrupts between two lines of Python
+                    time.sleep(0.2)
+            except KeyboardInterrupt:
+                process.terminate()
+                process.wait()
+        memory = {"memory": parse_bytes(self.args.memory_per_run)} if self.args.memory_per_run else {}
+        self.work = ray.remote(work).options(num_cpus=self.args.cpus_per_run, num_gpus=self.args.gpus_per_run,
+                                             max_retries=0, **memory)
+
+    def start(self, names):
+        env = {"PYTHONPATH": python_path()} | wandb_variables()
+        for name in names:
+            self.refs[name] = self.work.remote(self.command(name), env, str(self.folder / "logs" / f"{name}.log"))
+
+    def running(self):
+        """A lost node ends its tasks as an error does."""
+        if self.refs:
+            done, _ = self.ray.wait(list(self.refs.values()), num_returns=len(self.refs), timeout=0)
+            self.refs = {name: ref for name, ref in self.refs.items() if ref not in done}
+        return set(self.refs)
+
+    def stop(self):
+        for ref in self.refs.values():
+            self.ray.cancel(ref)
+        end = time.time() + STOP_S + 10
+        while self.running() and time.time() < end:
+            time.sleep(0.1)
+        return "stopped; the same command goes on"
+
+
+ENGINES = {"local": Local, "docker": Docker, "slurm": Slurm, "ray": Ray}

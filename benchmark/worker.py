@@ -1,0 +1,201 @@
+"""Runs one run of a sweep to its end: begins or resumes it, looks after it, retries it, takes note of its state.
+
+    python -m benchmark.worker DIR NAME --threads N
+
+benchmark.sweep starts one for each run, on this machine, in a container or on a node of a cluster; all of them see the
+sweep's folder DIR. What there is to run stands in DIR/sweep.json, what became of it in DIR/jobs/NAME.json. Only the
+standard library is needed. Exit codes: 0 finished, 1 failed, 75 held by another worker, 143 stopped, to be resumed.
+"""
+
+import argparse
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+POLL_S = 0.5  # s between two looks at the run
+STOP_S, STALLED_S = 60, 5  # s until a run that was asked to stop is killed, and until a stalled one is
+HELD = 75  # exit code: EX_TEMPFAIL of sysexits.h
+
+
+def read_json(path):
+    """The dict in a file, {} where there is none or a damaged one."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def write_json(path, value):
+    """Writes a file that is whole at any time."""
+    part = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")  # many machines may write it
+    part.write_text(json.dumps(value, indent=1))
+    part.replace(path)
+
+
+def read_result(run_dir):
+    """Mean return of a finished run's evaluation, or None."""
+    try:
+        returns = read_json(run_dir / "evaluation.json").get("returns")
+        return sum(returns) / len(returns)
+    except (TypeError, ZeroDivisionError):
+        return None
+
+
+def read_job(folder, name):
+    """What is known of a run: "state" (waiting, running, failed, finished), "failures" (attempts that ended badly),
+    "error" (what was said at the last of them), "started" (Unix time of the last attempt), "place" (host, process)."""
+    job = {"state": "waiting", "failures": 0, "error": "", "started": 0.0, "place": ""}
+    job |= read_json(folder / "jobs" / f"{name}.json")
+    return job if read_result(folder / "runs" / name) is None else job | {"state": "finished", "error": ""}
+
+
+def write_job(folder, name, job):
+    write_json(folder / "jobs" / f"{name}.json", job)
+
+
+def tail(path, size=4096):
+    """The last bytes of a file as lines, [] where it isn't there."""
+    if not path.exists():
+        return []
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - size))
+        return file.read().decode(errors="replace").splitlines()
+
+
+def hold(path):
+    """An open file with its lock, or None if another process has it, on this machine or another that sees the file."""
+    file = open(path, "a+")
+    for _ in range(3):  # held(path) has it for a moment
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            time.sleep(0.1)
+        except OSError as error:
+            print(f"{path}: this file system has no locks ({error.strerror}): see to it that only one sweep runs there",
+                  file=sys.stderr)
+            return file
+    file.close()
+    return None
+
+
+def held(path):
+    """Whether a process has the lock of a file."""
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)  # else there is no such file, or there are no locks
+    return False
+
+
+def die_with_parent():
+    """Linux: this process gets SIGTERM when its parent ends, so that nothing that was killed leaves orphans."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def last_written(folder, name):
+    """Unix time at which a run last wrote its log or a new file into its folder, 0 before that."""
+    places = (folder / "logs" / f"{name}.log", folder / "runs" / name)
+    return max(place.stat().st_mtime if place.exists() else 0.0 for place in places)
+
+
+class Worker:
+    """A run and what is done about it. run: its entry in sweep.json; lock: held as long as any process of it lives."""
+
+    def __init__(self, folder, name, sweep, lock):
+        self.folder, self.name, self.lock = folder, name, lock
+        self.run, self.retries, self.stall_s = sweep["runs"][name], sweep["retries"], 60 * sweep["stall_minutes"]
+        self.dir, self.log = folder / "runs" / name, folder / "logs" / f"{name}.log"
+        self.job, self.signals = read_job(folder, name), []
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(signum, lambda signum, _: self.signals.append(signum))
+
+    def note(self, **changes):
+        self.job |= changes
+        write_job(self.folder, self.name, self.job)
+
+    def attempt(self):
+        """Begins the run or goes on with it, waits for its end; returns its exit code and what is to be said of it."""
+        checkpoint = self.dir / "checkpoint.pt"
+        words = ["--resume", f"runs/{self.name}"] if checkpoint.exists() else self.run["words"]
+        with open(self.log, "a") as log:
+            process = subprocess.Popen(
+                [sys.executable, self.run["script"], *words], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, start_new_session=True, preexec_fn=die_with_parent, pass_fds=[self.lock.fileno()])
+        said, kill_at = "", None  # it is asked to end once: at a second Ctrl-C a script ends unsaved
+        while process.poll() is None:
+            silent_s = time.time() - max(self.job["started"], last_written(self.folder, self.name))
+            if kill_at is None and (self.signals or silent_s > self.stall_s):
+                said = "" if self.signals else f"nothing written for {self.stall_s / 60:g} minutes"
+                kill_at = time.time() + (STOP_S if self.signals else STALLED_S)
+                process.terminate()
+            elif kill_at and time.time() > kill_at:
+                process.kill()
+            time.sleep(POLL_S)
+        said = said or next((line for line in reversed(tail(self.log)) if line.strip()), "nothing printed")
+        return process.returncode, f"{said} (exit code {process.returncode})"
+
+    def work(self):
+        """Attempts until the run is finished, has failed too often, or is to stop; returns this process's exit code."""
+        checkpoint, code = self.dir / "checkpoint.pt", None
+        if self.job["state"] == "running":  # whoever ran it is gone: no failure, if only it got on a little
+            saved = checkpoint.exists() and checkpoint.stat().st_mtime > self.job["started"]
+            error = f"lost by {self.job['place']} before a checkpoint (out of memory?)"
+            self.note(failures=self.job["failures"] + (not saved), error="" if saved else error)
+        while read_result(self.dir) is None:
+            if self.job["failures"] > self.retries or code == 2:  # 2 is bad input, which stays bad
+                self.note(state="failed")
+                return 1
+            self.note(state="running", started=time.time(), place=f"{os.uname().nodename}, process {os.getpid()}")
+            code, said = self.attempt()
+            if read_result(self.dir) is not None and code == 0:
+                break
+            if self.signals:
+                self.note(state="waiting", error="")
+                return 128 + signal.SIGTERM
+            self.note(failures=self.job["failures"] + 1, error=said)
+        self.note(state="finished", error="")
+        return 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dir", type=Path, help="folder of the sweep")
+    parser.add_argument("name", help="name of the run")
+    parser.add_argument("--threads", required=True, help="threads of the run")
+    parser.add_argument("--cores", help="the cores that it is to use: 0,1")
+    parser.add_argument("--env-from-stdin", action="store_true", help="read environment variables, as JSON, from stdin")
+    args = parser.parse_args()
+    die_with_parent()
+    if args.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, map(int, args.cores.split(",")))
+    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), args.threads)
+    if args.env_from_stdin:
+        os.environ |= json.load(sys.stdin)
+    sweep = read_json(args.dir / "sweep.json")
+    if args.name not in sweep.get("runs", {}):
+        print(f"error: {args.dir / 'sweep.json'} has no run {args.name}", file=sys.stderr)
+        sys.exit(1)
+    lock = hold(args.dir / "jobs" / f"{args.name}.lock")
+    if not lock:
+        print(f"{args.name} is held by {read_job(args.dir, args.name)['place']}", file=sys.stderr)
+        sys.exit(HELD)
+    worker = Worker(args.dir, args.name, sweep, lock)
+    code = worker.work()
+    if signal.SIGUSR1 in worker.signals and code:  # the time limit of a Slurm job is near: another follows it
+        job, task = os.environ["SLURM_ARRAY_JOB_ID"], os.environ["SLURM_ARRAY_TASK_ID"]
+        subprocess.run(["scontrol", "requeue", f"{job}_{task}"])  # if it can't, it says why
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
