@@ -9,7 +9,7 @@ FROM ${BASE_IMAGE}
 
 # g++: compilation; git: a run's commit; tini: signals for process 1; the others: MuJoCo's videos without a display
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ git tini libegl1 libgl1-mesa-dri libosmesa6 \
+    && apt-get install -y --no-install-recommends g++ git tini libegl1 libgl1-mesa-dri libopengl0 \
     && (command -v python3 || apt-get install -y --no-install-recommends python3-dev python3-venv) \
     && rm -rf /var/lib/apt/lists/*
 

@@ -1,14 +1,19 @@
-# make train: a trained HalfCheetah from a bare machine; make test: lint and tests. Both set up .venv on first use.
+# make train: a trained HalfCheetah from a bare machine; make test: lint and tests; make test-engines: sweeps on a real
+# Docker, Slurm and Ray. All set up .venv on first use.
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: train test lint
+.PHONY: train test test-engines lint
 
 train: .venv/installed
 	$(RUN) ppo_continuous_action.py
 
 test: lint
 	$(RUN) -m pytest -q -n 2 --dist loadfile tests
+
+test-engines: .venv/installed
+	$(RUN) -m pip install --quiet --requirement requirements-sweep.txt
+	$(RUN) -m pytest -q -s tests/engines.py
 
 lint: .venv/installed
 	$(RUN) -m ruff check .
