@@ -417,19 +417,19 @@ FLAGS = ("--env-id toy:Toy-v0 --num-envs 3 --num-steps 32 --total-timesteps 2400
          "--adaptive-lr --kl-target 0.0001 --learning-rate 0.001 --eval-episodes 3 --no-compile --run-name run")
 
 
-def run(cwd, flags, fault=""):
+def run(cwd, flags, fault="", script=ppo.__file__):
     cwd.mkdir(exist_ok=True)
     (cwd / "toy.py").write_text(TOY)
     env = os.environ | {"TOY_FAULT": fault, "PYTHONPATH": str(cwd), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, ppo.__file__, *flags.split()], cwd=cwd, env=env, capture_output=True,
+    return subprocess.run([sys.executable, script, *flags.split()], cwd=cwd, env=env, capture_output=True,
                           text=True, timeout=300)
 
 
-def left_by(cwd):
+def left_by(cwd, keep=("agent", "optimizer", "envs", "random", "adapted", "iteration")):
     """What a run learned and wrote, but for times."""
     checkpoint = torch.load(cwd / "runs" / "run" / "checkpoint.pt", weights_only=True)
     episodes = (cwd / "runs" / "run" / "episodes.csv").read_text().splitlines()
-    parts = {name: str(checkpoint[name]) for name in ("agent", "optimizer", "envs", "random", "adapted", "iteration")}
+    parts = {name: str(checkpoint[name]) for name in keep}
     return parts, [line.split(",")[:1] + line.split(",")[2:] for line in episodes], (
         cwd / "runs" / "run" / "evaluation.json").read_text()
 

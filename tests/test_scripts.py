@@ -11,10 +11,10 @@ SCRIPTS = sorted(ROOT.glob("*.py"))
 # Definitions that differ between scripts, and flags that differ in default or help text: how many texts there are of
 # each, and the reason
 DIFFERENT = {
-    "METRICS": (2, "what is learned"),
-    "RunArgs.checkpoint_interval": (2, "steps where there are no iterations"),
+    "METRICS": (3, "what is learned"),
+    "RunArgs.checkpoint_interval": (3, "short iterations; steps where there are no iterations"),
     "Args.__post_init__": (2, "a rollout's size, where there are rollouts"),
-    "parse_args": (3, "sizes that must divide, and flags that may change on resume"),
+    "parse_args": (4, "sizes that must divide, and flags that may change on resume"),
     "make_env": (3, "kinds of environments"),
     "Envs": (4, "what the vector normalises, stacks and counts"),
     "Envs.COUNTERS": (3, "what is counted"),
@@ -32,12 +32,14 @@ DIFFERENT = {
     "evaluate": (4, "statistics to bring, probabilities to draw, a progress bar not to tear"),
     "AlgorithmArgs.env_id": (3, "default"),
     "AlgorithmArgs.total_timesteps": (3, "default"),
-    "AlgorithmArgs.learning_rate": (2, "default"),
+    "AlgorithmArgs.learning_rate": (3, "default, and whose rate it is"),
     "AlgorithmArgs.num_envs": (3, "default"),
-    "AlgorithmArgs.num_steps": (2, "default"),
+    "AlgorithmArgs.num_steps": (3, "default"),
     "AlgorithmArgs.num_minibatches": (2, "default"),
     "AlgorithmArgs.update_epochs": (2, "default"),
     "AlgorithmArgs.clip_coef": (2, "default"),
+    "AlgorithmArgs.gae_lambda": (2, "default"),
+    "AlgorithmArgs.norm_adv": (2, "default and help text: no minibatches"),
     "AlgorithmArgs.ent_coef": (2, "default"),
     "AlgorithmArgs.max_grad_norm": (2, "type, default and help text: two gradients, not clipped as a rule"),
 }
