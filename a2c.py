@@ -494,8 +494,7 @@ if __name__ == "__main__":
         if stop:
             break
         remaining = 1.0 - iteration / args.num_iterations
-        lr = args.learning_rate * (remaining if args.anneal_lr else 1.0)
-        lr = torch.tensor(lr, device=device)
+        lr = torch.tensor(args.learning_rate * (remaining if args.anneal_lr else 1.0), device=device)
 
         obs, actions, rewards, terminations, truncations, episodes = rollout(agent, envs, args.num_steps)
         batch = {k: torch.from_numpy(x).flatten(0, 1).to(device) for k, x in (("obs", obs), ("actions", actions))}

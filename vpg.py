@@ -1,0 +1,530 @@
+"""VPG, the vanilla policy gradient (REINFORCE), for discrete actions and vector observations.
+
+Policy Gradient Methods for Reinforcement Learning with Function Approximation, Sutton et al. 1999, and Simple
+Statistical Gradient-Following Algorithms, Williams 1992: whole episodes, each action weighted with the reward to go,
+less a learned baseline (--baseline none: without). An iteration is an episode in each environment and one step of Adam;
+an update so rare gains nothing from compilation.
+
+    python vpg.py --env-id CartPole-v1 --total-timesteps 500000
+"""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import imageio.v2 as imageio
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from torch.optim.adam import adam
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+METRICS = ("policy_loss", "value_loss", "entropy")
+MASKED = -1e8  # logit of an action that the environment doesn't allow: its probability is exactly 0
+
+
+@dataclass
+class RunArgs:  # the comment beside a flag is its --help text
+    """How to run, record and go on"""
+    exp_name: str = Path(__file__).stem  # name of the experiment, a part of the run's name
+    run_name: str | None = None  # folder of the run under runs/; without it ENV__EXPERIMENT__SEED__UNIXTIME
+    seed: int = 1  # seed of the networks, the action noise, the minibatches and the environments
+    torch_deterministic: bool = True  # use deterministic cuDNN algorithms
+    cuda: bool = True  # use a GPU where there is one
+    num_threads: int = 0  # threads of PyTorch (0: chosen by the script)
+    track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
+    wandb_project_name: str = "plainrl"  # project at Weights & Biases
+    wandb_entity: str | None = None  # user or team at Weights & Biases
+    capture_video: bool = False  # record the evaluation, and training episodes of the first environment, under videos/
+    video_interval: int = 100  # record every N-th training episode
+    save_model: bool = False  # write the final weights to EXPERIMENT.cleanrl_model too, as CleanRL does
+    checkpoint_interval: int = 10  # iterations between checkpoints
+    eval_episodes: int = 10  # episodes of the evaluation: deterministic actions, own seeds, frozen normalisation
+    resume: str | None = None  # folder of a run to go on with, exactly as if it had never stopped; it knows its flags
+    evaluate: str | None = None  # folder of a run whose policy is played, without training; it knows its flags
+
+
+@dataclass
+class AlgorithmArgs:
+    """What is learned, and how"""
+    env_id: str = "CartPole-v1"  # id of the Gymnasium environment
+    total_timesteps: int = 500000  # steps of the run, all environments together
+    learning_rate: float = 2.5e-3  # learning rate of Adam
+    num_envs: int = 8  # number of environments
+    anneal_lr: bool = True  # lower the learning rate linearly over the run
+    gamma: float = 0.99  # discount factor
+    baseline: Literal["none", "value"] = "value"  # what is taken off the rewards to go: nothing, or a learned value
+    norm_adv: bool = True  # normalise the advantages of each rollout
+    ent_coef: float = 0.0  # coefficient of the entropy
+    vf_coef: float = 0.5  # coefficient of the value loss
+    max_grad_norm: float = 0.5  # largest norm of the gradient, actor and critic together
+    bootstrap_truncated: bool = True  # bootstrap from the last observation of an episode that a time limit cut
+
+
+@dataclass
+class Args(AlgorithmArgs, RunArgs):
+    """All flags."""
+
+
+def fail(message, code=2):
+    """Ends the program with one sentence: code 2 for bad input, 1 for a run that failed."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def read_flags(default):
+    """Command line -> Args; what is not given is as in default. RunArgs and AlgorithmArgs are the groups of --help."""
+    groups = [group(**{f.name: getattr(default, f.name) for f in fields(group)}) for group in (RunArgs, AlgorithmArgs)]
+    Form = make_dataclass("Form", [("run", RunArgs), ("algorithm", AlgorithmArgs)])
+    form = tyro.cli(tyro.conf.OmitArgPrefixes[Form], default=Form(*groups), description=__doc__.split("\n")[0])
+    return Args(**vars(form.run), **vars(form.algorithm))
+
+
+def parse_args():
+    """Returns the flags and, for --resume and --evaluate, the run's checkpoint, whose flags they then are."""
+    args, checkpoint = read_flags(Args()), None
+    if run := args.resume or args.evaluate:
+        checkpoint = load_checkpoint(Path(run))
+        own = checkpoint["args"]
+        args = read_flags(replace(own, resume=args.resume, evaluate=args.evaluate))
+        free = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval", "checkpoint_interval")
+        if changed := [f"{k} = {v}" for k, v in asdict(own).items() if v != getattr(args, k) and k not in free]:
+            fail(f"{run} was made with {', '.join(changed)}: give no other value, or start a new run")
+    positive = ("num_envs", "checkpoint_interval", "eval_episodes", "video_interval", "learning_rate", "max_grad_norm",
+                "total_timesteps")
+    problems = [
+        (not all(getattr(args, name) > 0 for name in positive), f"{', '.join(positive)} must be above 0"),
+        (not 0 <= args.seed < 2**32 or args.num_threads < 0, "--seed must be in 0 .. 2**32 - 1, --num-threads from 0"),
+        (not 0 <= args.gamma <= 1, "--gamma must be from 0 to 1"),
+        (args.resume and args.evaluate or "" in (args.resume, args.evaluate), "give --resume or --evaluate a folder"),
+        (args.run_name and Path("x", args.run_name).resolve().parent.name != "x", "--run-name must name a folder"),
+    ]
+    if sentences := [sentence for wrong, sentence in problems if wrong]:
+        fail("; ".join(sentences))
+    return args, checkpoint
+
+
+def make_env(env_id, render):
+    """Makes an environment that this script can learn in, or ends the program; render: it makes frames for videos."""
+    try:
+        env = gym.make(env_id, render_mode="rgb_array" if render else None, disable_env_checker=True)
+        env.reset()
+        if render:
+            env.render()
+    except Exception as error:  # environments and renderers have their own
+        hint = "; to film without a display, set MUJOCO_GL=egl or MUJOCO_GL=osmesa" if render else ""
+        fail(f"can't make {env_id}: {' '.join(str(error).split())}{hint}")
+    if not isinstance(env.action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
+        fail(f"{env_id} has the action space {env.action_space}, but this script needs a Discrete or MultiDiscrete one")
+    if not env.observation_space.is_np_flattenable:
+        fail(f"{env_id} has the observation space {env.observation_space}, but this script needs one of fixed size")
+    return env
+
+
+class Envs:
+    """A vector of environments. A step that ends an episode also resets it and gives the reset's observation
+    (Gymnasium's SAME_STEP). An action has len(nvec) parts, from 0 to nvec[k] - 1. obs: float32 (num_envs, obs_dim +
+    sum(nvec)), the present observations and, beside them, 1 for what info["action_mask"] allows, 0 for the rest."""
+    COUNTERS = ("obs", "episode_returns", "episode_lengths", "episode_counts")
+
+    def __init__(self, env_id, num_envs, seed, video_dir=None, video_interval=1):
+        self.envs = [make_env(env_id, render=i == 0 and video_dir is not None) for i in range(num_envs)]
+        self.space, space = self.envs[0].observation_space, self.envs[0].action_space
+        self.first_action, self.action_shape = np.asarray(space.start).ravel(), space.shape
+        self.nvec = [int(n) for n in np.ravel(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec)]
+        self.obs_dim, self.num_logits, ends = gym.spaces.flatdim(self.space), sum(self.nvec), np.cumsum(self.nvec)
+        self.parts = [slice(end - n, end) for n, end in zip(self.nvec, ends.tolist())]  # of the logits
+        self.video_dir, self.video_interval, self.video = video_dir, video_interval, None
+        self.obs = np.ones((num_envs, self.obs_dim + self.num_logits), np.float32)
+        self.episode_returns = np.zeros(num_envs)
+        self.episode_lengths, self.episode_counts = np.zeros(num_envs, int), np.zeros(num_envs, int)
+        # An environment is replayed from its random state before its last reset, and the actions since
+        self.reset_states, self.actions_since = [None] * num_envs, [None] * num_envs
+        for i, env_seed in enumerate(np.random.SeedSequence(seed).generate_state(num_envs)):
+            self.envs[i].reset(seed=int(env_seed))
+            self.reset_env(i)
+
+    def reset_env(self, i):
+        """Starts an episode in environment i; obs[i] is its first observation."""
+        self.reset_states[i], self.actions_since[i] = self.envs[i].unwrapped.np_random.bit_generator.state, []
+        self.episode_returns[i], self.episode_lengths[i] = 0.0, 0
+        self.keep(i, *self.envs[i].reset())
+
+    def keep(self, i, obs, info):
+        """Keeps an observation of environment i and its mask in obs[i]."""
+        is_flat, mask = isinstance(self.space, gym.spaces.Box), info.get("action_mask")
+        self.obs[i, : self.obs_dim] = obs.ravel() if is_flat else gym.spaces.flatten(self.space, obs)
+        self.obs[i, self.obs_dim :] = 1 if mask is None else np.hstack(mask)
+        if mask is not None and not all(self.obs[i, self.obs_dim :][part].any() for part in self.parts):
+            fail(f"the action_mask of environment {i} allows no action: mend the environment", code=1)
+
+    def step_env(self, i, action):
+        """Steps environment i with an action (len(nvec),); obs[i] is what follows."""
+        env, episode = self.envs[i], self.episode_counts[i]
+        if i == 0 and self.video_dir and not self.actions_since[i] and episode % self.video_interval == 0:
+            self.video_dir.mkdir(parents=True, exist_ok=True)
+            path, fps = self.video_dir / f"episode-{episode}.mp4", env.metadata.get("render_fps", 30)
+            self.video = imageio.get_writer(path, fps=fps, macro_block_size=2)
+            self.video.append_data(env.render())
+        self.actions_since[i].append(action.copy())
+        obs, reward, terminated, truncated, info = env.step((action + self.first_action).reshape(self.action_shape)[()])
+        self.keep(i, obs, info)
+        if i == 0 and self.video:
+            self.video.append_data(env.render())
+        return float(reward), terminated, truncated
+
+    def step(self, actions, active=(0,)):
+        """Steps the environments active (n); actions int64 (n, len(nvec)). Returns the rewards, float64 (n,), and the
+        episodes that ended, [(i, return, length, "termination" or "truncation", row of obs before the reset)]."""
+        rewards, ended = np.zeros(len(actions)), []
+        for k, (i, action) in enumerate(zip(active, actions)):
+            rewards[k], terminated, truncated = self.step_env(i, action)
+            self.episode_returns[i] += rewards[k]
+            self.episode_lengths[i] += 1
+            if terminated or truncated:
+                ended.append((i, self.episode_returns[i].item(), self.episode_lengths[i].item(),
+                              "termination" if terminated else "truncation", self.obs[i].copy()))
+        for i, *_ in ended:
+            self.episode_counts[i] += 1
+            if i == 0 and self.video:
+                self.video = self.video.close()
+            self.reset_env(i)
+        return rewards, ended
+
+    def state(self):
+        """All that load_state needs, as tensors and plain Python values."""
+        return {name: torch.tensor(getattr(self, name)) for name in self.COUNTERS} | {
+            "reset_states": list(self.reset_states),
+            "actions_since": [torch.tensor(np.array(actions)) for actions in self.actions_since],
+        }
+
+    def load_state(self, state):
+        """Goes on from a state(): replays each environment from its last reset, and checks where that leads."""
+        self.episode_counts = state["episode_counts"].numpy()
+        for i, env in enumerate(self.envs):
+            env.unwrapped.np_random.bit_generator.state = state["reset_states"][i]
+            self.reset_env(i)
+            for action in state["actions_since"][i].numpy():
+                self.step_env(i, action)
+            if np.array_equal(self.obs[i], state["obs"][i].numpy()):
+                for name in self.COUNTERS:
+                    getattr(self, name)[i] = state[name][i].numpy()
+            else:
+                print(f"environment {i} can't be brought back to where it was: it starts a new episode")
+                self.reset_env(i)
+
+
+def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
+    """Orthogonal weights of gain std, constant bias (G9; baselines a2c/utils.py)."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+def mlp(inputs, outputs, std):
+    """Two tanh layers of 64 (M6), and a linear one of gain std."""
+    layers = [layer_init(nn.Linear(inputs, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh()]
+    return nn.Sequential(*layers, layer_init(nn.Linear(64, outputs), std))
+
+
+class Agent(nn.Module):
+    """Policy and value in separate networks; the policy gives len(nvec) independent categorical distributions."""
+    def __init__(self, obs_dim, nvec):
+        super().__init__()
+        self.sizes, self.nvec = (obs_dim, sum(nvec)), nvec
+        self.critic, self.actor = mlp(obs_dim, 1, std=1.0), mlp(obs_dim, sum(nvec), std=0.01)
+
+    def forward(self, obs, actions):
+        """Rows of Envs.obs (n, obs_dim + sum(nvec)) and actions int64 (n, len(nvec)) -> log-probabilities of the
+        actions, entropy, values, each (n,). Masked actions have probability 0, https://arxiv.org/abs/2006.14171"""
+        obs, masks = obs.split(self.sizes, 1)
+        parts = torch.where(masks > 0, self.actor(obs), MASKED).split(self.nvec, 1)
+        parts = [part.log_softmax(1) for part in parts]
+        logprobs = sum(part.gather(1, a).squeeze(1) for part, a in zip(parts, actions.split(1, 1)))
+        return logprobs, -sum((part.exp() * part).sum(1) for part in parts), self.critic(obs).squeeze(1)
+
+    def policy(self):
+        """The policy as a function of such rows, arrays -> logits (n, sum(nvec)), those of masked actions MASKED."""
+        policy, n = numpy_policy(self.actor), self.sizes[0]
+        return lambda obs: np.where(obs[:, n:] > 0, policy(obs[:, :n]), np.float32(MASKED))
+
+
+def numpy_policy(actor_mean):
+    """actor_mean, with a copy of its weights, as a function of arrays (n, obs_dim) -> (n, action_dim): during a rollout
+    weights are frozen, and on a few observations numpy takes 10 us where PyTorch takes 45."""
+    def linear(weight, bias):
+        return lambda x: x.dot(weight) + bias[None]  # three times as fast as x @ weight + bias
+    twins = {nn.Linear: linear, nn.Tanh: lambda: np.tanh}  # another kind of layer in actor_mean needs its twin here
+    weights = [[p.detach().cpu().numpy().T.copy() for p in layer.parameters()] for layer in actor_mean]
+    layers = [twins[type(layer)](*parameters) for layer, parameters in zip(actor_mean, weights)]
+    def policy(x):
+        for layer in layers:
+            x = layer(x)
+        return x
+    return policy
+
+
+def rollout(agent, envs):
+    """Plays an episode in each environment. Returns, one episode after another, n steps in all: float32 obs (n, obs_dim
+    + sum(nvec)), int64 actions (n, len(nvec)), rewards (n, 1), and the episodes, [(steps of all when it ended, i,
+    return, length, ended_by, final_obs)], see Envs.step."""
+    policy, active, episodes, played = agent.policy(), list(range(len(envs.envs))), [], 0
+    rows = [[] for _ in active]
+    while active:
+        obs = envs.obs[active]
+        scores = policy(obs) - torch.empty(obs.shape[0], envs.num_logits).exponential_().log().numpy()  # Gumbel noise
+        actions = np.stack([scores[:, part].argmax(1) for part in envs.parts], 1)
+        rewards, ended = envs.step(actions, active)
+        for i, *row in zip(active, obs, actions, rewards):
+            rows[i].append(row)
+        played += len(active)
+        active = [i for i in active if i not in [episode[0] for episode in ended]]
+        episodes += [(played, *episode) for episode in ended]
+    obs, actions, rewards = map(np.stack, zip(*(row for i in range(len(rows)) for row in rows[i])))
+    return obs, actions, rewards.astype(np.float32)[:, None], sorted(episodes, key=lambda episode: episode[1])
+
+
+def compute_advantages(rewards, values, next_values, terminations, dones, gamma, gae_lambda):
+    """Generalized advantage estimation (G2): https://arxiv.org/abs/1506.02438, baselines ppo2/runner.py.
+    All arrays (num_steps, num_envs). next_values: of the observation that truly followed each step, before any reset;
+    after a termination they don't count. The sum ends with the episode, at dones."""
+    deltas = rewards + gamma * np.where(terminations, np.float32(0), next_values) - values
+    decays = gamma * gae_lambda * ~dones
+    advantages, last = np.zeros_like(deltas), np.zeros_like(deltas[0])
+    for step in reversed(range(len(deltas))):
+        advantages[step] = last = deltas[step] + decays[step] * last
+    return advantages
+
+
+def vpg_loss(params, agent, batch, args):
+    """VPG's loss on a rollout: returns it and METRICS, float32 (3,). params: the parameters as one flat tensor;
+    batch: obs and actions as the agent takes them, and advantages, returns (n,)."""
+    views = params.split([p.numel() for p in agent.parameters()])
+    views = {name: view.view(p.shape) for (name, p), view in zip(agent.named_parameters(), views)}
+    logprobs, entropy, values = torch.func.functional_call(agent, views, (batch["obs"], batch["actions"]))
+    advantages = batch["advantages"]
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    policy_loss = (-advantages * logprobs).mean()
+    value_losses = (values - batch["returns"]) ** 2
+    value_loss, entropy = 0.5 * value_losses.mean(), entropy.mean()
+    loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
+    return loss, torch.stack((policy_loss, value_loss, entropy)).detach()
+
+
+def vpg_update(params, optimizer, agent, batch, lr, args):
+    """A step of Adam, in place, on a rollout; returns METRICS. params and Adam's state are flat."""
+    grads, metrics = torch.func.grad(vpg_loss, has_aux=True)(params, agent, batch, args)
+    grads = grads * torch.clamp(args.max_grad_norm / (grads.norm() + 1e-6), max=1.0)
+    adam([params], [grads], [optimizer["exp_avg"]], [optimizer["exp_avg_sq"]], [], [optimizer["step"]], lr=lr, eps=1e-5,
+         beta1=0.9, beta2=0.999, weight_decay=0.0, amsgrad=False, maximize=False, foreach=False)
+    return metrics
+
+
+def save_checkpoint(run_dir, checkpoint, logs):
+    """Writes checkpoint.pt under a temporary name, fsyncs and renames it, so that a kill never leaves half of one."""
+    try:
+        for log in logs:
+            log.flush()
+        checkpoint["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.iterdir()}
+        with open(run_dir / "checkpoint.tmp", "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+    except (OSError, RuntimeError) as error:
+        fail(f"can't write the checkpoint ({error}): mend that, then go on with --resume {run_dir}", code=1)
+
+
+def load_checkpoint(run_dir):
+    """Reads a run's checkpoint or ends the program; weights_only, so that a stranger's file can't run code."""
+    path, script = run_dir / "checkpoint.pt", Path(__file__).name
+    try:
+        if broken := zipfile.ZipFile(path).testzip():  # torch.load doesn't look at checksums
+            raise ValueError(f"bad checksum of {broken}")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if checkpoint["script"] != script:
+            fail(f"{path} was made by {checkpoint['script']}, not by {script}: run that script")
+        return checkpoint | {"args": Args(**checkpoint["args"])}
+    except Exception as error:  # torch.load raises what it likes
+        reason = " ".join(str(error).split())[:150]
+        fail(f"{path} is missing, damaged or not of this {script} ({reason}): give another run, or start one")
+
+
+def evaluate(agent, args, video_dir=None):
+    """Plays --eval-episodes with the likeliest actions and a seed of its own; prints and returns results."""
+    envs = Envs(args.env_id, 1, (args.seed, 1), video_dir=video_dir and video_dir / "evaluation")
+    policy, episodes = agent.policy(), []
+    while len(episodes) < args.eval_episodes:
+        episodes += envs.step(np.stack([policy(envs.obs)[:, part].argmax(1) for part in envs.parts], 1))[1]
+    returns = [episode[1] for episode in episodes]
+    print(f"evaluation: {np.mean(returns):.1f} +- {np.std(returns):.1f} over {len(returns)} episodes, deterministic")
+    return {"returns": returns, "lengths": [episode[2] for episode in episodes]}
+
+
+def request_stop(signum, _frame):
+    """Ctrl-C, SIGTERM: the iteration is ended and saved first. In the first, or at a second Ctrl-C: ends at once."""
+    if iteration == progress["iteration"] or stop_signals and not stop_signals[0] == signum == signal.SIGTERM:
+        fail(f"stopped at once; --resume {run_dir} goes on from its last checkpoint, if any", code=128 + signum)
+    stop_signals.append(signum)
+
+
+if __name__ == "__main__":
+    args, checkpoint = parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+    torch.set_num_threads(args.num_threads or 1)  # a second thread gains nothing on layers of 64
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(args.seed)
+
+    run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
+    run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
+    if not checkpoint and (run_dir / "checkpoint.pt").exists():
+        fail(f"{run_dir} exists: choose another --run-name, or go on with --resume {run_dir}")
+    video_dir = run_dir / "videos" if args.capture_video else None
+    if video_dir and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
+    envs = Envs(args.env_id, args.num_envs, args.seed, video_dir=None if args.evaluate else video_dir,
+                video_interval=args.video_interval)
+    agent = Agent(envs.obs_dim, envs.nvec).to(device)
+    params = nn.utils.parameters_to_vector(agent.parameters()).detach()
+    nn.utils.vector_to_parameters(params, agent.parameters())  # from here on they are views of one flat tensor
+    optimizer = {"exp_avg": torch.zeros_like(params), "exp_avg_sq": torch.zeros_like(params), "step": torch.tensor(0.0)}
+    progress = {"iteration": 0, "wall_seconds": 0.0, "recent_returns": [], "wandb_id": None, "log_sizes": {},
+                "global_step": 0}
+    if checkpoint:
+        try:
+            progress = {name: checkpoint[name] for name in progress}
+            agent.load_state_dict(checkpoint["agent"])
+            envs.load_state(checkpoint["envs"])
+            optimizer = {name: checkpoint["optimizer"][name].to(x.device) for name, x in optimizer.items()}
+            for setter, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), checkpoint["random"]):
+                setter(state)
+        except Exception as error:  # any part may be missing or of another shape
+            fail(f"{run_dir}/checkpoint.pt is not whole ({' '.join(str(error).split())[:150]}): start a new run")
+    iteration, recent_returns = progress["iteration"], progress["recent_returns"]
+    global_step = progress["global_step"]
+    if args.evaluate:
+        sys.exit(not evaluate(agent, args, video_dir))
+    if global_step >= args.total_timesteps and (run_dir / "evaluation.json").exists():
+        print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}")
+        sys.exit()
+
+    stop_signals, terminal = [], sys.stderr.isatty()
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
+    try:  # two runs started in one second must not share a folder
+        run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))
+    except OSError as error:
+        fail(f"can't make {run_dir} ({error.strerror}): choose another --run-name, or mend that")
+    for path in run_dir.iterdir():  # what was logged after the checkpoint will be logged again
+        if path.name.startswith(("events.", "episodes.csv")) and not path.is_symlink():
+            os.truncate(path, min(path.stat().st_size, progress["log_sizes"].get(path.name, 0)))
+    if not checkpoint:
+        git = ["sh", "-c", "git describe --always --dirty"]  # says nothing without git, or outside a repository
+        commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+        config = {
+            "args": asdict(args), "command": sys.argv, "git_commit": commit, "machine": [*os.uname()],
+            "cores": os.cpu_count(), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+            "versions": {"python": sys.version.split()[0]} | {d.name: d.version for d in distributions()},
+        }
+        (run_dir / "config.json").write_text(json.dumps(config, indent=2))
+        (run_dir / "episodes.csv").write_text("global_step,wall_seconds,env,return,length,ended_by\n")
+    if args.track:
+        import wandb
+        try:
+            if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
+                raise ValueError("no login")
+            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
+                       name=run_dir.name, id=progress["wandb_id"], resume="allow", dir=run_dir, sync_tensorboard=True)
+        except Exception as error:  # login, network, server
+            fail(f"--track: W&B doesn't start ({error}): run `wandb login`, or set WANDB_MODE=offline and sync later")
+    writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
+    start_time, last_line = time.time() - progress["wall_seconds"], time.time()
+    bar = tqdm(total=args.total_timesteps, initial=global_step, unit=" steps", dynamic_ncols=True,
+               file=sys.stderr if terminal else open(os.devnull, "w"))
+
+    while True:
+        stop = stop_signals or global_step >= args.total_timesteps
+        if stop or iteration % args.checkpoint_interval == 0:
+            numpy_random = [x.tolist() if isinstance(x, np.ndarray) else x for x in np.random.get_state()]
+            save_checkpoint(run_dir, {
+                "script": Path(__file__).name, "args": asdict(args), "iteration": iteration, "global_step": global_step,
+                "wall_seconds": time.time() - start_time, "recent_returns": recent_returns,
+                "wandb_id": wandb.run.id if args.track else None, "random": [random.getstate(), numpy_random,
+                torch.get_rng_state()], "agent": agent.state_dict(), "optimizer": optimizer, "envs": envs.state(),
+            }, logs=(writer, episodes_file))
+        if stop:
+            break
+        remaining = 1.0 - global_step / args.total_timesteps
+        lr = torch.tensor(args.learning_rate * (remaining if args.anneal_lr else 1.0), device=device)
+
+        obs, actions, rewards, episodes = rollout(agent, envs)
+        batch = {"obs": torch.from_numpy(obs).to(device), "actions": torch.from_numpy(actions).to(device)}
+        final_obs = torch.from_numpy(np.stack([episode[-1] for episode in episodes])).to(device)
+        values, next_values = np.zeros_like(rewards), np.zeros_like(rewards)
+        dones, ends = np.zeros(rewards.shape, bool), np.cumsum([length for _, _, _, length, *_ in episodes]) - 1
+        dones[ends] = True
+        terminations = dones.copy()
+        if args.baseline == "value":
+            with torch.no_grad():
+                values = agent.critic(batch["obs"][:, : envs.obs_dim]).cpu().numpy()
+                final_values = agent.critic(final_obs[:, : envs.obs_dim]).cpu().numpy()
+            next_values = np.concatenate((values[1:], final_values[-1:]))
+            next_values[ends] = final_values
+            if args.bootstrap_truncated:
+                terminations[ends, 0] = [ended_by == "termination" for *_, ended_by, _ in episodes]
+        advantages = compute_advantages(rewards, values, next_values, terminations, dones, args.gamma, 1.0)
+        returns = advantages + values
+        batch["advantages"], batch["returns"] = (torch.tensor(x.ravel(), device=device) for x in (advantages, returns))
+        metrics = vpg_update(params, optimizer, agent, batch, lr, args).cpu()
+        if not (torch.isfinite(metrics).all() and torch.isfinite(params).all()):
+            fail(f"iteration {iteration + 1}: the loss is not finite; {run_dir} keeps the last good checkpoint. "
+                 "Try a lower --learning-rate, or look for NaN in the environment's rewards and observations", code=1)
+
+        iteration += 1
+        for step, i, episode_return, length, ended_by, _ in episodes:
+            step, wall_seconds = global_step + step, time.time() - start_time
+            episodes_file.write(f"{step},{wall_seconds:.2f},{i},{episode_return!r},{length},{ended_by}\n")
+            writer.add_scalar("charts/episodic_return", episode_return, step)
+            writer.add_scalar("charts/episodic_length", length, step)
+            recent_returns = [*recent_returns[-99:], episode_return]
+        global_step += len(rewards)
+        explained_variance = 1 - np.var(returns - values) / (np.var(returns) or np.nan)
+        for name, x in [*zip(METRICS, metrics), ("explained_variance", explained_variance)]:
+            writer.add_scalar(f"losses/{name}", float(x), global_step)
+        writer.add_scalar("charts/learning_rate", lr.item(), global_step)
+        writer.add_scalar("charts/SPS", int(global_step / (time.time() - start_time)), global_step)
+        bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}" if recent_returns else "", refresh=False)
+        bar.update(min(global_step, args.total_timesteps) - bar.n)
+        if not terminal and (time.time() - last_line > 5 or global_step >= args.total_timesteps):
+            print(bar, flush=True)
+            last_line = time.time()
+
+    for file in filter(None, (bar, writer, envs.video)):
+        file.close()
+    if stop_signals:
+        print(f"stopped at step {global_step}; go on with: python {Path(__file__).name} --resume {run_dir}")
+    else:
+        stop_signals.append(0)  # from here on a signal ends the program at once
+        if args.save_model:
+            torch.save(agent.state_dict(), run_dir / f"{args.exp_name.replace('/', '-')}.cleanrl_model")
+        (run_dir / "evaluation.tmp").write_text(json.dumps(evaluate(agent, args, video_dir)))
+        (run_dir / "evaluation.tmp").replace(run_dir / "evaluation.json")
+        print("written:", *sorted(str(path) for path in run_dir.rglob("*") if path.is_file()), sep="\n  ")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # for the shell of python -i
+    if stop_signals[0] and not sys.flags.interactive:
+        sys.exit(128 + stop_signals[0])
