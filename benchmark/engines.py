@@ -7,10 +7,13 @@ start comes open(); preview() says how a run's worker is started. runs: {name: i
 flags of benchmark.sweep.
 """
 
+import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -39,17 +42,21 @@ def usable_cores():
 def usable_gpus():
     """The GPUs of this machine, as CUDA_VISIBLE_DEVICES names them."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [gpu for gpu in visible.split(",") if gpu]
+        return [gpu for gpu in visible.split(",") if gpu and gpu != "-1"]
     if not shutil.which("nvidia-smi"):
         return []
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
-    return [str(i) for i, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU")]
+    return [str(i) for i in range(sum(line.startswith("GPU") for line in listed.stdout.splitlines()))]
+
+
+def module_places():
+    """The folders where the processes of a run, in whatever folder, find benchmark/ and the user's own modules."""
+    places = [os.getcwd(), str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return list(dict.fromkeys(map(os.path.abspath, places)))
 
 
 def python_path():
-    """Where the processes of a run find benchmark/ and the user's own modules."""
-    places = [os.getcwd(), str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return os.pathsep.join(dict.fromkeys(filter(None, places)))
+    return os.pathsep.join(module_places())
 
 
 def wandb_variables():
@@ -57,9 +64,9 @@ def wandb_variables():
 
 
 class Local:
-    """A process a run, on cores (and GPUs) of its own. They end with this process."""
+    """A process a run, on cores (and GPUs) of its own, as long as this process lives."""
 
-    cancels = False  # whether a run that was stopped there is meant to stay so
+    stops_are_final = False  # whether somebody who stops a run there means it
 
     def __init__(self, folder, runs, args):
         cores, gpus = usable_cores(), usable_gpus() if args.gpus_per_run else []
@@ -67,8 +74,6 @@ class Local:
         workers = args.workers or max(1, len(cores) // args.cpus_per_run)
         if workers * args.cpus_per_run > len(cores):
             raise EngineError(f"{workers} workers with {args.cpus_per_run} cores each don't fit on {len(cores)} cores")
-        if args.gpus_per_run > 1 and args.gpus_per_run % 1:
-            raise EngineError("--gpus-per-run must be a whole number, or below 1 for runs that share a GPU")
         shares = int(1 / args.gpus_per_run + 1e-9) if 0 < args.gpus_per_run < 1 else 1
         whole = max(1, int(args.gpus_per_run))
         places = [gpus[i : i + whole] for i in range(0, len(gpus) - whole + 1, whole) for _ in range(shares)]
@@ -80,7 +85,8 @@ class Local:
                           for i in range(workers))
 
     def __str__(self):
-        return f"{len(self.free) + len(self.processes)} at a time"
+        idle = f" ({len(usable_gpus())} GPUs stay unused: --gpus-per-run)" if usable_gpus() else ""
+        return f"{len(self.free) + len(self.processes)} at a time{'' if self.args.gpus_per_run else idle}"
 
     def command(self, name, cores, gpus):
         """The words that start a run's worker."""
@@ -107,10 +113,10 @@ class Local:
                     self.command(name, cores, gpus), env=self.environment(gpus), stdin=subprocess.PIPE, stdout=log,
                     stderr=log, start_new_session=True, preexec_fn=die_with_parent)
             self.processes[name] = process, (cores, gpus)
-            self.brief(process)
+            self.begin(process)
 
-    def brief(self, process):
-        """What a worker is told at its start."""
+    def begin(self, process):
+        """Closes the pipe to a worker, after what it is to be told."""
         process.stdin.close()
 
     def running(self):
@@ -137,7 +143,7 @@ class Docker(Local):
 
     def __init__(self, folder, runs, args):
         super().__init__(folder, runs, args)
-        self.scripts = {Path(run["script"]).parent for run in runs.values()}
+        self.scripts = sorted({str(Path(run["script"]).parent) for run in runs.values()})
 
     def open(self):
         image = self.args.image
@@ -145,20 +151,23 @@ class Docker(Local):
             raise EngineError("there is no command docker: install Docker (https://docs.docker.com/engine/install/)")
         found = subprocess.run(["docker", "image", "inspect", image], capture_output=True, text=True)
         if found.returncode:
-            said = found.stderr.strip().splitlines()[-1]
-            raise EngineError(f"can't use the image {image} ({said}): `docker build -t {image} {ROOT}` makes it")
+            said = " ".join(found.stderr.split())
+            hint = f"`docker build -t {image} {ROOT}` makes it" if "No such image" in said else "is Docker running?"
+            raise EngineError(f"can't use the image {image} ({said}): {hint}")
+        if "/" in module_places():
+            raise EngineError("a container can't have / as the folder of modules: start the sweep in another folder")
         (self.folder / "cache").mkdir(exist_ok=True)
 
     def command(self, name, cores, gpus):
         cache = self.folder / "cache"  # of compiled functions
-        places = {ROOT: "ro", Path.cwd(): "ro"} | dict.fromkeys(self.scripts, "ro") | {self.folder: "rw"}
+        places = dict.fromkeys([*module_places(), *self.scripts], ",readonly") | {str(self.folder): ""}
         words = ["docker", "run", "--rm", "--interactive", "--label", f"plainrl={name}",
                  "--stop-timeout", str(STOP_S + 10), "--user", f"{os.getuid()}:{os.getgid()}",
                  "--cpuset-cpus", ",".join(map(str, cores)),
                  "--env", f"PYTHONPATH={python_path()}", "--env", f"TORCHINDUCTOR_CACHE_DIR={cache}",
                  "--workdir", str(Path.cwd())]
         for place, mode in places.items():
-            words += ["--volume", f"{place}:{place}:{mode}"]
+            words += ["--mount", f"type=bind,source={place},target={place}{mode}"]
         words += ["--memory", self.args.memory_per_run] if self.args.memory_per_run else []
         words += ["--gpus", f'"device={",".join(gpus)}"'] if gpus else []
         return [*words, *self.args.engine_args, self.args.image, "-m", "benchmark.worker", str(self.folder), name,
@@ -167,16 +176,16 @@ class Docker(Local):
     def environment(self, gpus):
         return None
 
-    def brief(self, process):
+    def begin(self, process):
         """W&B's variables go through a pipe: Docker would write what it is given by --env to its disk."""
-        with process.stdin as pipe:
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # that docker has failed shows soon enough
             pipe.write(json.dumps(wandb_variables()).encode())
 
 
 SBATCH = """\
 #!/bin/bash
 # One task a run. Slurm sends SIGUSR1 before the time limit and SIGTERM at a preemption: the run is saved and resumed.
-#SBATCH --job-name=plainrl-{suite}
+#SBATCH --job-name={job}
 #SBATCH --array=0-{last}{limit}
 #SBATCH --ntasks=1
 #SBATCH --cpus-per-task={cpus}
@@ -196,14 +205,14 @@ exec {python} -m benchmark.worker {folder} "$name" --threads {cpus} >> {folder}/
 class Slurm:
     """An array job; its tasks go on without this process, which only watches them and submits again what got lost."""
 
-    cancels = True  # by scancel
+    stops_are_final = True  # by scancel
 
     def __init__(self, folder, runs, args):
         self.folder, self.args = folder, args
         if args.gpus_per_run % 1:
             raise EngineError("--gpus-per-run must be a whole number: Slurm's runs don't share GPUs")
         self.arrays = read_json(folder / "slurm.json")  # {job's id: names of its tasks}
-        self.tasks, self.asked = None, 0.0
+        self.tasks, self.asked, self.refused = None, 0.0, 0.0
 
     def __str__(self):
         return f"{self.args.workers or 'as many as the cluster has room for'} at a time"
@@ -217,22 +226,31 @@ class Slurm:
         options = {"partition": self.args.partition, "account": self.args.account, "time": self.args.time,
                    "mem": self.args.memory_per_run, "gres": f"gpu:{gpus}" if gpus else ""}
         lines = [f"#SBATCH --{key}={value}\n" for key, value in options.items() if value]
-        lines += [f"#SBATCH {word}\n" for word in self.args.engine_args]
+        lines += [f"#SBATCH {shlex.quote(word)}\n" for word in self.args.engine_args]
+        if self.args.workers and self.tasks:  # the limit is for an array: this one comes after those in the queue
+            lines += ["#SBATCH --dependency=singleton\n"]
         return SBATCH.format(
-            suite=self.folder.name, last=len(names) - 1, limit=f"%{self.args.workers}" if self.args.workers else "",
+            job=shlex.quote(f"plainrl-{self.folder.name}"), last=len(names) - 1,
+            limit=f"%{self.args.workers}" if self.args.workers else "",
             cpus=self.args.cpus_per_run, folder=shlex.quote(str(self.folder)), options="".join(lines),
             names=shlex.join(names), cwd=shlex.quote(os.getcwd()), path=shlex.quote(python_path()),
             python=shlex.quote(sys.executable))
 
     def room(self):
-        return sys.maxsize
+        """1,000 tasks an array, Slurm's MaxArraySize where nobody has changed it; none after a refusal."""
+        return 1000 if time.time() - self.refused > 60 else 0
 
     def start(self, names):
         file = self.folder / "sweep.sbatch"
         file.write_text(self.preview(names))
         done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True)
         if done.returncode:
-            raise EngineError(f"sbatch refused {file}: {done.stderr.strip()}")
+            said = f"sbatch refused {file}: {' '.join(done.stderr.split())}"
+            if not self.arrays:
+                raise EngineError(said)
+            print(f"{said}; trying again in a minute", flush=True)  # a queue that is full, or a controller that is down
+            self.refused = time.time()
+            return
         self.arrays[done.stdout.strip().split(";")[0]] = names
         write_json(self.folder / "slurm.json", self.arrays)
         self.tasks |= set(names)
@@ -258,7 +276,7 @@ class Slurm:
 class Ray:
     """A task a run, on a cluster that sees this machine's files under the same paths, or on this machine."""
 
-    cancels = False
+    stops_are_final = False
 
     def __init__(self, folder, runs, args):
         self.folder, self.args, self.refs = folder, args, {}
@@ -287,9 +305,16 @@ class Ray:
                  "include_dashboard": False}
         where = {"address": self.args.ray_address} if self.args.ray_address else where
         try:
+            if found := re.fullmatch(r"(?:ray://)?(.+):(\d+)", self.args.ray_address or ""):
+                socket.create_connection((found[1], int(found[2])), timeout=10).close()  # Ray itself tries for minutes
             ray.init(log_to_driver=False, logging_level="error", **where)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, OverflowError) as error:
             raise EngineError(f"can't reach a Ray cluster at {self.args.ray_address}: {error}") from None
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if not any(node.get("CPU", 0) >= self.args.cpus_per_run and node.get("GPU", 0) >= self.args.gpus_per_run
+                   for node in nodes):
+            print(f"no node of the cluster has {self.args.cpus_per_run} cores and {self.args.gpus_per_run:g} GPUs now: "
+                  "the runs wait for one")
 
         def work(words, env, log):  # nested, so that it travels to the nodes by value
             import os

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.sweep import make_table, refuse
+from benchmark.sweep import ENDS, make_table, refuse
 from benchmark.worker import held, read_job, read_json
 
 
@@ -23,7 +23,10 @@ def main():
     jobs = {name: read_job(args.dir, name) for name in names}
     Console(width=None if sys.stdout.isatty() else 200).print(make_table(args.dir, jobs, most=10**9))
     lock = args.dir / "lock"
-    print(f"looked after by {lock.read_text()}" if held(lock) else "no sweep looks after it: the same command goes on")
+    if held(lock):
+        print(f"looked after by {lock.read_text()}")
+    elif any(job["state"] not in ENDS for job in jobs.values()):
+        print("no sweep looks after it: the same command goes on")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import importlib.util
 import io
 import re
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 
 if sys.version_info >= (3, 11):
@@ -52,7 +52,8 @@ def read_suite(path):
         tables = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SuiteError(f"can't read the suite {path}: {error}") from None
-    if set(tables) != {"runs"} or not isinstance(tables["runs"], list):
+    runs = tables.get("runs")
+    if set(tables) != {"runs"} or not (isinstance(runs, list) and runs and all(isinstance(x, dict) for x in runs)):
         raise SuiteError(f"{path} must have tables [[runs]] and nothing else, but has {', '.join(tables) or 'nothing'}")
     runs = [run for table in tables["runs"] for run in expand(table, path)]
     names = [run.name for run in runs]
@@ -75,8 +76,8 @@ def expand(table, path):
     seeds = table["seeds"] if isinstance(table["seeds"], list) else list(range(1, table["seeds"] + 1))
     if not all(type(seed) is int and seed >= 0 for seed in seeds) or not all(type(x) is str for x in table["env_ids"]):
         raise SuiteError(f"{path} must have whole numbers from 0 as seeds, and strings as env_ids")
-    if not (seeds and table["env_ids"]):
-        raise SuiteError(f"{path} has a table [[runs]] with no seeds or no env_ids")
+    if not (seeds and table["env_ids"] and table.get("variants", True)):
+        raise SuiteError(f"{path} has a table [[runs]] with no seeds, no env_ids or no variants")
     runs = []
     for variant, own in table.get("variants", {"": {}}).items():
         if not isinstance(own, dict):
@@ -87,6 +88,8 @@ def expand(table, path):
             for seed in seeds:
                 name = f"{env_id}__{Path(script).stem}{'__' * bool(variant)}{variant}__{seed}"
                 name = name.replace("/", "-").replace(":", "-")
+                if name.startswith("-") or len(name.encode()) > 200:
+                    raise SuiteError(f"{path}: {name[:50]} begins with - or is too long to name a run's folder")
                 own_flags = {"env_id": env_id, "seed": seed, "run_name": name}
                 runs.append(Run(name, script, env_id, seed, variant, words_of(own_flags | flags), args | own_flags))
     return runs
@@ -102,11 +105,15 @@ def load_script(name, suite_path):
     spec = importlib.util.spec_from_file_location(f"suite_{script.stem}", script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look themselves up there
+    sys.path.insert(0, str(script.parent))  # as Python does for a script, which may import its neighbours
     try:
         spec.loader.exec_module(module)
-        fields(module.Args), module.parse_args
-    except Exception as error:  # it may be anybody's script
-        raise SuiteError(f"{suite_path}: can't import Args and parse_args from {script}: {error}") from None
+    except (Exception, SystemExit) as error:  # it may be anybody's script
+        raise SuiteError(f"{suite_path}: can't import {script}: {type(error).__name__} {error}") from None
+    finally:
+        sys.path.pop(0)
+    if not (is_dataclass(getattr(module, "Args", None)) and callable(getattr(module, "parse_args", None))):
+        raise SuiteError(f"{suite_path}: {script} has no dataclass Args and no function parse_args")
     return str(script), module
 
 
@@ -129,9 +136,12 @@ def parse(module, flags, path):
         sys.argv = [module.__file__, *words_of(flags)]
         with contextlib.redirect_stderr(stderr):
             args, _ = module.parse_args()
+        args = asdict(args)
+    except Exception as error:
+        raise SuiteError(f"{path}: parse_args of {Path(module.__file__).name} ends with {error!r}") from None
     except SystemExit:
         said = " ".join(re.sub(r"[^\x20-\x7e]", " ", stderr.getvalue()).split())  # without the frame that tyro draws
         raise SuiteError(f"{path}: {' '.join(words_of(flags))}: {said}") from None
     finally:
         sys.argv = argv
-    return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(args).items()}
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in args.items()}

@@ -11,7 +11,7 @@ not from its checkpoints. Ctrl-C and SIGTERM let the runs write theirs. The exit
 """
 
 import argparse
-import json
+import contextlib
 import os
 import re
 import shlex
@@ -27,22 +27,28 @@ from rich.table import Table
 
 from benchmark.engines import ENGINES, ROOT, EngineError
 from benchmark.suite import SuiteError, read_suite
-from benchmark.worker import held, hold, last_written, read_job, read_result, tail, write_job, write_json
+from benchmark.worker import (
+    count_failure,
+    held,
+    hold,
+    last_line,
+    last_written,
+    read_job,
+    read_json,
+    read_progress,
+    read_result,
+    write_job,
+    write_json,
+)
 
-# A script's line where its output is no terminal: "  3%|3  | 2048/65536 [00:03<01:31, 690.55 steps/s, return -7.9]"
-PROGRESS = re.compile(r"\| (\d+)/(\d+) \[[^<]*<([^,]*), *([^,\]]+)(?:, return ([^\]]+))?\]")
 POLL_S = 0.5  # s between two looks at the runs
 SILENT_S = 120  # s without a word after which the table says so
+PAUSE_S, MISSES = 10, 5  # s until the next start after a worker that didn't come up, and how many in a row are too many
 STATES = ("running", "waiting", "failed", "finished")
-ENDS = ("failed", "finished")
+ENDS = STATES[2:]
+# Flags that not all backends have
 ONLY = {"image": ("docker",), "memory_per_run": ("docker", "slurm", "ray"), "partition": ("slurm",),
         "account": ("slurm",), "time": ("slurm",), "engine_args": ("docker", "slurm"), "ray_address": ("ray",)}
-
-
-def read_progress(log):
-    """What a run's log says last: {"step", "steps", "eta", "speed", "return"}, strings; {} before the first line."""
-    found = next((match for line in reversed(tail(log)) if (match := PROGRESS.search(line))), None)
-    return dict(zip(("step", "steps", "eta", "speed", "return"), found.groups())) if found else {}
 
 
 def refuse(message):
@@ -52,21 +58,27 @@ def refuse(message):
 
 
 class Sweep:
-    """The runs of a suite in a folder, and the engine that they run on. jobs: {name: as read_job returns it}."""
+    """The runs of a suite in a folder, and the engine that they run on. jobs: {name: as read_job returns it}; given:
+    {name: its mark() when the engine got it} of those that the engine has."""
 
     def __init__(self, folder, runs, engine, retries):
         self.dir, self.runs, self.engine, self.retries = folder, runs, engine, retries
         self.jobs = {name: read_job(folder, name) for name in runs}
         self.given, self.cancelled, self.stopping = {}, set(), None
-        self.say = lambda line: print(line, flush=True)
+        self.misses, self.pause_end, self.say = 0, 0.0, lambda line: print(line, flush=True)
 
     def held(self, name):
         return held(self.dir / "jobs" / f"{name}.lock")
 
+    def mark(self, name):
+        """(time of a run's last attempt, size of its log): where neither has grown, no worker has come up since."""
+        log = self.dir / "logs" / f"{name}.log"
+        return self.jobs[name]["started"], log.stat().st_size if log.exists() else 0
+
     def begin(self):
         """Runs that failed before, or were left by a sweep that was killed, are to be tried again."""
         running = self.engine.running()
-        self.given = {name: self.jobs[name]["started"] for name in running if name in self.jobs}
+        self.given = {name: self.mark(name) for name in running if name in self.jobs}
         for name, job in self.jobs.items():
             if job["state"] != "finished" and name not in running and not self.held(name):
                 job |= {"state": "waiting", "failures": 0, "error": ""}
@@ -81,54 +93,71 @@ class Sweep:
             self.left(name, self.given.pop(name))
         names = []
         for name, job in self.jobs.items():
-            if len(names) == self.engine.room():
+            if len(names) >= self.engine.room() or time.time() < self.pause_end:
                 break
             if job["state"] not in ENDS and name not in self.given and name not in self.cancelled:
-                if self.held(name):  # by what a killed sweep has left, which is to end first
-                    self.jobs[name] = read_job(self.dir, name)
-                else:
-                    names.append(name)
+                free = not self.held(name)  # by what a killed sweep has left, which is to end first
+                self.jobs[name] = read_job(self.dir, name)
+                names += [name] if free and self.jobs[name]["state"] not in ENDS else []
         if names:
+            marks = {name: self.mark(name) for name in names}
             self.engine.start(names)
-            self.given |= {name: self.jobs[name]["started"] for name in names}
+            self.given |= marks
 
-    def left(self, name, started):
-        """A run's worker has ended; started: time of the run's last attempt before it."""
+    def left(self, name, mark):
+        """A run's worker has ended; mark: of the run before it, see mark()."""
         job = self.jobs[name]
         if job["state"] not in ENDS and not self.held(name):
-            if self.engine.cancels and job["state"] == "waiting":
-                self.cancelled.add(name)
-            elif job["started"] == started:  # not even the worker came up: nobody but the engine can say why
-                job["failures"] += 1
-                log = tail(self.dir / "logs" / f"{name}.log")
-                job["error"] = next((line for line in reversed(log) if line.strip()), "its worker said nothing")
+            log = self.dir / "logs" / f"{name}.log"
+            started, size = self.mark(name)
+            self.misses = 0 if started > mark[0] else self.misses
+            if job["state"] == "running":
+                job |= count_failure(self.dir, name, job, f"lost by {job['place']}", lost=True)
                 job["state"] = "failed" if job["failures"] > self.retries else "waiting"
                 write_job(self.dir, name, job)
+            elif self.engine.stops_are_final and (started > mark[0] or size == mark[1]):
+                self.cancelled.add(name)
+            elif started == mark[0]:  # not even the worker came up, which is not the run's failure
+                self.misses, self.pause_end = self.misses + 1, time.time() + PAUSE_S
+                job["error"] = last_line(log) or "its worker said nothing"
+                if self.misses >= MISSES:
+                    raise EngineError(f"the last {MISSES} workers didn't come up, {name}'s with: {job['error']}: mend "
+                                      "that, then the same command goes on")
         state = "cancelled" if name in self.cancelled else job["state"] if job["state"] in ENDS else "to be resumed"
         self.say(f"{state}: {name} {job['error']}".rstrip())
 
     def run(self):
-        """Runs all to their ends, or to a signal; returns the exit code."""
+        """Runs all to their ends, or to a signal; returns the exit code. Raises EngineError, after a stop."""
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, lambda signum, _: setattr(self, "stopping", signum))
         terminal = sys.stdout.isatty()
-        live = Live(console=Console(), auto_refresh=False) if terminal else open(os.devnull)
+        live = Live(console=Console(), auto_refresh=False) if terminal else contextlib.nullcontext()
         self.say = (lambda line: None) if terminal else self.say
-        shown = 0.0
+        shown, broken = 0.0, None
         with live:
             while not self.stopping and any(job["state"] not in ENDS and name not in self.cancelled
                                             for name, job in self.jobs.items()):
-                self.poll()
+                try:
+                    self.poll()
+                except EngineError as error:
+                    broken = error
+                    break
+                except OSError as error:  # a full disk, a network that is away for a moment
+                    self.say(f"{error}: trying again")
                 if terminal:
                     live.update(make_table(self.dir, self.jobs), refresh=True)
                 elif time.time() - shown > 30:
-                    self.say(summary(self.jobs))
+                    self.say("\n".join([summary(self.jobs), *progress_lines(self.dir, self.jobs)]))
                     shown = time.time()
                 time.sleep(POLL_S)
-        said = self.engine.stop() if self.stopping else ""
+        if self.stopping or broken:
+            print("stopping: the runs save what they have, which takes up to a minute", flush=True)
+        said = self.engine.stop() if self.stopping or broken else ""
         self.jobs = {name: read_job(self.dir, name) for name in self.runs}
         Console(width=None if terminal else 200).print(make_table(self.dir, self.jobs, most=10**9))
         print(said, end="\n" * bool(said))
+        if broken:
+            raise broken
         if self.cancelled:
             print(f"{len(self.cancelled)} were cancelled; the same command goes on with them")
         failed = any(job["state"] != "finished" for job in self.jobs.values())
@@ -139,9 +168,8 @@ def changed_flags(folder, runs):
     """(path, names) of the first run that is there already and was made with other flags; None if there is none."""
     for run in runs:
         path = folder / "runs" / run.name / "config.json"
-        try:
-            made = json.loads(path.read_text())["args"]
-        except (OSError, ValueError, KeyError, TypeError):
+        made = read_json(path).get("args")
+        if not isinstance(made, dict):
             continue  # not begun, or killed while it was written: the run starts again
         names = [k for k, x in run.args.items() if made.get(k, x) != x and k not in ("num_threads", "resume")]
         if names:
@@ -154,9 +182,19 @@ def summary(jobs):
     return ", ".join(f"{n} {state}" for state, n in counts.items())
 
 
+def progress_lines(folder, jobs, most=20):
+    """What the runs that run have printed last, a line each."""
+    names = [name for name, job in jobs.items() if job["state"] == "running"][:most]
+    progress = [(name, read_progress(folder / "logs" / f"{name}.log")) for name in names]
+    return [f"  {name}: {p['step']}/{p['steps']}, {p['speed']}, {p['eta']} left, return {p['return'] or '-'}"
+            for name, p in progress if p]
+
+
 def make_table(folder, jobs, most=40):
     """The jobs of a sweep as a table, those that run first, no more than most of them."""
-    table = Table("run", "state", "steps", "speed", "ETA", "return", "note", title=summary(jobs))
+    table = Table(title=summary(jobs))
+    for title in ("run", "state", "steps", "speed", "ETA", "return", "note"):
+        table.add_column(title, overflow="fold", min_width=min(30, max(map(len, jobs))) if title == "run" else None)
     order = {state: i for i, state in enumerate(STATES)}
     for name, job in sorted(jobs.items(), key=lambda item: order.get(item[1]["state"], 1))[:most]:
         progress, result = read_progress(folder / "logs" / f"{name}.log"), read_result(folder / "runs" / name)
@@ -168,8 +206,8 @@ def make_table(folder, jobs, most=40):
             notes += [f"silent for {silent_s / 60:.0f} min, {job['place']}"] if silent_s > SILENT_S else []
             note = ", ".join(notes)
         value = progress.get("return") or "" if result is None else f"{result:.1f}"
-        table.add_row(name, job["state"], f"{progress['step']}/{progress['steps']}" if progress else "", speed, eta,
-                      value, escape(note))
+        steps = f"{progress['step']}/{progress['steps']}" if progress else ""
+        table.add_row(escape(name), job["state"], steps, speed, eta, value, escape(note))
     if len(jobs) > most:
         table.caption = f"and {len(jobs) - most} more"
     return table
@@ -178,7 +216,7 @@ def make_table(folder, jobs, most=40):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", help="a suite's file, or its name under benchmark/suites/")
-    parser.add_argument("--runs", type=Path, help="folder of the sweep (default sweeps/SUITE)")
+    parser.add_argument("--runs", help="folder of the sweep (default sweeps/SUITE)")
     parser.add_argument("--backend", choices=list(ENGINES), default="local", help="where the runs run (default local)")
     parser.add_argument("--workers", type=int, help="runs at a time (default: as many as there is room for)")
     parser.add_argument("--cpus-per-run", type=int, default=1, help="cores of a run, and its threads (default 1)")
@@ -198,12 +236,16 @@ def parse_args():
     args = parser.parse_args()
     for name, backends in ONLY.items():
         if getattr(args, name) and args.backend not in backends:
-            flag = name.rstrip("s").replace("_", "-")
+            flag = "engine-arg" if name == "engine_args" else name.replace("_", "-")
             refuse(f"--{flag} is for --backend {' or '.join(backends)}")
     if args.cpus_per_run < 1 or not args.stall_minutes > 0 or args.retries < 0 or not 0 <= args.gpus_per_run < 1e6:
         refuse("--cpus-per-run and --stall-minutes must be above 0, --gpus-per-run and --retries from 0")
     if args.workers is not None and args.workers < 1:
         refuse("--workers must be above 0")
+    if args.gpus_per_run > 1 and args.gpus_per_run % 1:
+        refuse("--gpus-per-run must be a whole number, or below 1 for runs that share a GPU")
+    if args.runs == "":
+        refuse("--runs must name a folder")
     if args.memory_per_run and not re.fullmatch(r"[1-9]\d*[KMGT]", args.memory_per_run):
         refuse(f"--memory-per-run {args.memory_per_run} must be a whole number with K, M, G or T")
     args.image = args.image or "plainrl"
@@ -214,7 +256,7 @@ def main():
     args = parse_args()
     path = Path(args.suite)
     path = path if path.suffix == ".toml" else ROOT / "benchmark" / "suites" / f"{args.suite}.toml"
-    folder = (args.runs or Path("sweeps") / path.stem).absolute()
+    folder = Path(args.runs or Path("sweeps") / path.stem).absolute()
     try:
         suite = read_suite(path)
         runs = {run.name: {"script": run.script, "words": run.words} for run in suite}
@@ -243,6 +285,10 @@ def main():
         sys.exit(sweep.run())
     except (SuiteError, EngineError) as error:
         refuse(error)
+    except OSError as error:
+        refuse(f"{folder} can't be the folder of a sweep: {error}")
+    except KeyboardInterrupt:  # before the runs began
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,18 @@ import ctypes
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+# A script's line where its output is no terminal: "  3%|3  | 2048/65536 [00:03<01:31, 690.55 steps/s, return -7.9]"
+PROGRESS = re.compile(r"\| (\d+)/(\d+) \[[^<]*<([^,]*), *([^,\]]+)(?:, return ([^\]]+))?\]")
 POLL_S = 0.5  # s between two looks at the run
-STOP_S, STALLED_S = 60, 5  # s until a run that was asked to stop is killed, and until a stalled one is
-HELD = 75  # exit code: EX_TEMPFAIL of sysexits.h
+STOP_S, STALLED_S = 60, 5  # s until a run that was asked to stop is killed, and until a stalled one, likely deaf, is
+HELD = 75  # exit code where another worker has the run: EX_TEMPFAIL of sysexits.h
 
 
 def read_json(path):
@@ -50,8 +53,9 @@ def read_result(run_dir):
 
 def read_job(folder, name):
     """What is known of a run: "state" (waiting, running, failed, finished), "failures" (attempts that ended badly),
-    "error" (what was said at the last of them), "started" (Unix time of the last attempt), "place" (host, process)."""
-    job = {"state": "waiting", "failures": 0, "error": "", "started": 0.0, "place": ""}
+    without getting further), "error" (what was said at the last of them), "started" (Unix time of the last attempt),
+    "place" (host, process), "step" (the furthest that an attempt got that ended badly)."""
+    job = {"state": "waiting", "failures": 0, "error": "", "started": 0.0, "place": "", "step": 0}
     job |= read_json(folder / "jobs" / f"{name}.json")
     return job if read_result(folder / "runs" / name) is None else job | {"state": "finished", "error": ""}
 
@@ -67,6 +71,28 @@ def tail(path, size=4096):
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - size))
         return file.read().decode(errors="replace").splitlines()
+
+
+def last_line(path):
+    """What a log says last, but for docker's advice after its errors, 300 characters of it; "" if nothing."""
+    lines = ["".join(c for c in line if c.isprintable()).strip() for line in tail(path)]
+    return next((line[-300:] for line in reversed(lines) if line and not line.startswith("Run 'docker ")), "")
+
+
+def read_progress(log):
+    """What a run's log says last: {"step", "steps", "eta", "speed", "return"}, strings; {} before the first line."""
+    found = next((match for line in reversed(tail(log)) if (match := PROGRESS.search(line))), None)
+    return dict(zip(("step", "steps", "eta", "speed", "return"), found.groups())) if found else {}
+
+
+def count_failure(folder, name, job, error, lost=False):
+    """The job of a run after an attempt that ended badly. Where it got further than all before it, the failures begin
+    anew, so that a long run may have many troubles, but not one of them again and again; lost: its worker is gone
+    without a word, which is then no failure at all."""
+    step = int(read_progress(folder / "logs" / f"{name}.log").get("step", 0))
+    failures = (0 if lost else 1) if step > job["step"] else job["failures"] + 1
+    return job | {"state": "waiting", "failures": failures, "error": error if failures else "",
+                  "step": max(step, job["step"])}
 
 
 def hold(path):
@@ -96,10 +122,10 @@ def held(path):
     return False
 
 
-def die_with_parent():
-    """Linux: this process gets SIGTERM when its parent ends, so that nothing that was killed leaves orphans."""
+def die_with_parent(signum=signal.SIGTERM):
+    """Linux: this process gets a signal when its parent ends, so that nothing that was killed leaves orphans."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signum)  # PR_SET_PDEATHSIG
 
 
 def last_written(folder, name):
@@ -121,7 +147,10 @@ class Worker:
 
     def note(self, **changes):
         self.job |= changes
-        write_job(self.folder, self.name, self.job)
+        try:
+            write_job(self.folder, self.name, self.job)
+        except OSError as error:  # a full disk: the run will find that out, too, or it passes
+            print(f"can't write the state of {self.name}: {error}", file=sys.stderr)
 
     def attempt(self):
         """Begins the run or goes on with it, waits for its end; returns its exit code and what is to be said of it."""
@@ -130,27 +159,29 @@ class Worker:
         with open(self.log, "a") as log:
             process = subprocess.Popen(
                 [sys.executable, self.run["script"], *words], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, start_new_session=True, preexec_fn=die_with_parent, pass_fds=[self.lock.fileno()])
-        said, kill_at = "", None  # it is asked to end once: at a second Ctrl-C a script ends unsaved
+                stderr=log, start_new_session=True, pass_fds=[self.lock.fileno()],
+                preexec_fn=lambda: die_with_parent(signal.SIGKILL))  # by then nobody is there to see whether it hangs
+        said, kill_at, written, silent_s = "", None, 0.0, 0.0  # silent_s grows only while this process itself runs
         while process.poll() is None:
-            silent_s = time.time() - max(self.job["started"], last_written(self.folder, self.name))
+            before, written = written, last_written(self.folder, self.name)
+            silent_s = silent_s + POLL_S if written == before else 0.0
             if kill_at is None and (self.signals or silent_s > self.stall_s):
                 said = "" if self.signals else f"nothing written for {self.stall_s / 60:g} minutes"
                 kill_at = time.time() + (STOP_S if self.signals else STALLED_S)
                 process.terminate()
+                if self.signals:
+                    self.note(state="waiting")  # already now: whoever stops it may soon kill this process, too
             elif kill_at and time.time() > kill_at:
                 process.kill()
             time.sleep(POLL_S)
-        said = said or next((line for line in reversed(tail(self.log)) if line.strip()), "nothing printed")
+        said = said or last_line(self.log) or "nothing printed"
         return process.returncode, f"{said} (exit code {process.returncode})"
 
     def work(self):
         """Attempts until the run is finished, has failed too often, or is to stop; returns this process's exit code."""
-        checkpoint, code = self.dir / "checkpoint.pt", None
-        if self.job["state"] == "running":  # whoever ran it is gone: no failure, if only it got on a little
-            saved = checkpoint.exists() and checkpoint.stat().st_mtime > self.job["started"]
-            error = f"lost by {self.job['place']} before a checkpoint (out of memory?)"
-            self.note(failures=self.job["failures"] + (not saved), error="" if saved else error)
+        code = None
+        if self.job["state"] == "running":  # by another, who is gone
+            self.note(**count_failure(self.folder, self.name, self.job, f"lost by {self.job['place']}", lost=True))
         while read_result(self.dir) is None:
             if self.job["failures"] > self.retries or code == 2:  # 2 is bad input, which stays bad
                 self.note(state="failed")
@@ -162,7 +193,7 @@ class Worker:
             if self.signals:
                 self.note(state="waiting", error="")
                 return 128 + signal.SIGTERM
-            self.note(failures=self.job["failures"] + 1, error=said)
+            self.note(**count_failure(self.folder, self.name, self.job, said))
         self.note(state="finished", error="")
         return 0
 
@@ -191,9 +222,9 @@ def main():
         sys.exit(HELD)
     worker = Worker(args.dir, args.name, sweep, lock)
     code = worker.work()
-    if signal.SIGUSR1 in worker.signals and code:  # the time limit of a Slurm job is near: another follows it
-        job, task = os.environ["SLURM_ARRAY_JOB_ID"], os.environ["SLURM_ARRAY_TASK_ID"]
-        subprocess.run(["scontrol", "requeue", f"{job}_{task}"])  # if it can't, it says why
+    job = os.environ.get("SLURM_ARRAY_JOB_ID")
+    if signal.SIGUSR1 in worker.signals and code and job:  # its time limit is near: another follows; or it says why not
+        subprocess.run(["scontrol", "requeue", f"{job}_{os.environ['SLURM_ARRAY_TASK_ID']}"])
     sys.exit(code)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmark import sweep, worker
+from benchmark import worker
 from benchmark.suite import SuiteError, read_suite
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -148,12 +148,19 @@ variants = { plain = {}, slow = { fast = false, total_timesteps = 9 } }''')
 @pytest.mark.parametrize("text, sentence", [
     ('env_ids = ["A"\nseeds = 1', "can't read the suite"),
     ('env_ids = ["A"]', "without seeds"),
-    ('env_ids = ["A"]\nseeds = 0', "no seeds or no env_ids"),
+    ('env_ids = ["A"]\nseeds = 0', "no seeds, no env_ids or no variants"),
+    ('env_ids = ["A"]\nseeds = 1\nvariants = {}', "no seeds, no env_ids or no variants"),
+    ('env_ids = ["-x"]\nseeds = 1', "begins with - or is too long"),
+    (f'env_ids = ["{"x" * 230}"]\nseeds = 1', "begins with - or is too long"),
     ('env_ids = "A"\nseeds = 1', "env_ids = 'A' is of the wrong type"),
     ('env_ids = ["A"]\nseeds = [-1]', "whole numbers from 0 as seeds"),
     ('env_ids = [1]\nseeds = 1', "strings as env_ids"),
     ('env_ids = ["A"]\nseeds = 1\n[[runs]]\nscript = "suite.toml"\nenv_ids = ["B"]\nseeds = 1', "no script suite.toml"),
-    ('env_ids = ["A"]\nseeds = 1\n[[runs]]\nscript = "other.py"\nenv_ids = ["B"]\nseeds = 1', "can't import Args"),
+    ('env_ids = ["A"]\nseeds = 1\n[[runs]]\nscript = "other.py"\nenv_ids = ["B"]\nseeds = 1', "can't import"),
+    ('env_ids = ["A"]\nseeds = 1\n[[runs]]\nscript = "exits.py"\nenv_ids = ["B"]\nseeds = 1', "SystemExit 3"),
+    ('env_ids = ["A"]\nseeds = 1\n[[runs]]\nscript = "empty.py"\nenv_ids = ["B"]\nseeds = 1', "no dataclass Args"),
+    ('env_ids = ["A"]\nseeds = 1\n[[runs]]\nscript = "raises.py"\nenv_ids = ["B"]\nseeds = 1', "ValueError"),
+    ('env_ids = ["A"]\nseeds = 1\n[[runs]]\nscript = "one.py"\nenv_ids = ["B"]\nseeds = 1', "parse_args of one.py"),
     ('env_ids = ["A"]\nseeds = true', "seeds = True is of the wrong type"),
     ('env_ids = ["A"]\nseeds = 1\nenvs = 3', "unknown key envs"),
     ('env_ids = ["A", "A"]\nseeds = 1', "A__fake__1 more than once"),
@@ -166,6 +173,11 @@ variants = { plain = {}, slow = { fast = false, total_timesteps = 9 } }''')
 ])
 def test_bad_suites_are_refused_in_one_sentence(tmp_path, text, sentence):
     (tmp_path / "other.py").write_text("no python")
+    (tmp_path / "exits.py").write_text("raise SystemExit(3)")
+    (tmp_path / "empty.py").write_text("")
+    args = "import dataclasses\n@dataclasses.dataclass\nclass Args:\n    x: int = 1\ndef parse_args():\n    "
+    (tmp_path / "raises.py").write_text(f"{args}raise ValueError('no')")
+    (tmp_path / "one.py").write_text(f"{args}return Args()")
     with pytest.raises(SuiteError) as error:
         read_suite(write_suite(tmp_path, text))
     assert sentence in str(error.value) and "\n" not in str(error.value)
@@ -183,15 +195,29 @@ def test_smoke_suite_has_every_script():
     assert {Path(run.script) for run in runs} == set(ROOT.glob("*.py"))
 
 
+@pytest.mark.parametrize("text", ["runs = [1, 2]", "runs = []", "runs = 3", ""])
+def test_suites_without_tables_of_runs_are_refused(tmp_path, text):
+    (tmp_path / "suite.toml").write_text(text)
+    with pytest.raises(SuiteError, match="must have tables"):
+        read_suite(tmp_path / "suite.toml")
+
+
+def test_a_script_may_import_its_neighbours(tmp_path):
+    suite = write_suite(tmp_path, 'env_ids = ["A"]\nseeds = 1')
+    (tmp_path / "fake.py").write_text(f"import neighbour_of_fake\n{FAKE}")
+    (tmp_path / "neighbour_of_fake.py").touch()
+    assert len(read_suite(suite)) == 1
+
+
 def test_progress_is_read_from_the_last_line(tmp_path):
     log = tmp_path / "log"
-    assert sweep.read_progress(log) == {}
+    assert worker.read_progress(log) == {}
     log.write_text("no C++ compiler\n")
-    assert sweep.read_progress(log) == {}
+    assert worker.read_progress(log) == {}
     log.write_text("  1%|1  | 9900/1000000 [00:10<16:26, 1003.89 steps/s]\n"
                    "  1%|1   | 11900/1000000 [00:15<18:16, 901.19 steps/s, return -282.9]\n"
                    "evaluation: -1.5 +- 0.9 over 10 episodes, no noise\n")
-    assert sweep.read_progress(log) == {"step": "11900", "steps": "1000000", "eta": "18:16", "speed": "901.19 steps/s",
+    assert worker.read_progress(log) == {"step": "11900", "steps": "1000000", "eta": "18:16", "speed": "901.19 steps/s",
                                         "return": "-282.9"}
 
 
@@ -273,7 +299,8 @@ def test_other_flags_are_no_reason_to_mix_runs(tmp_path):
 @pytest.mark.parametrize("flags, sentence", [
     (["--workers", "1000"], "don't fit on"), (["--workers", "0"], "--workers must be above 0"),
     (["--cpus-per-run", "0"], "must be above 0"), (["--stall-minutes", "0"], "must be above 0"),
-    (["--retries", "-1"], "--retries from 0"),
+    (["--retries", "-1"], "--retries from 0"), (["--gpus-per-run", "1.5"], "whole number, or below 1"),
+    (["--runs", ""], "--runs must name a folder"), (["--runs", "/proc/x"], "can't be the folder of a sweep"),
 ])
 def test_bad_flags_are_refused(tmp_path, flags, sentence):
     done = run(write_suite(tmp_path, 'env_ids = ["Good-v0"]\nseeds = 1'), tmp_path / "out", *flags)
@@ -295,7 +322,7 @@ def test_status_shows_a_sweep(tmp_path):
     status = [sys.executable, "-m", "benchmark.status"]
     done = subprocess.run([*status, tmp_path / "out"], cwd=ROOT, capture_output=True, text=True)
     assert "0 running, 0 waiting, 1 failed, 1 finished" in done.stdout and "[broken]" in done.stdout
-    assert "Good-v0__fake__1" in done.stdout and "2/2" in done.stdout and "no sweep looks after it" in done.stdout
+    assert "Good-v0__fake__1" in done.stdout and "2/2" in done.stdout and "looks after" not in done.stdout
     nothing = subprocess.run([*status, tmp_path / "nothing"], cwd=ROOT, capture_output=True, text=True)
     assert nothing.returncode == 2 and "is no folder of a sweep" in nothing.stderr
 
