@@ -131,7 +131,7 @@ class Sweep:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, lambda signum, _: setattr(self, "stopping", signum))
         terminal = sys.stdout.isatty()
-        live = Live(console=Console(), auto_refresh=False) if terminal else contextlib.nullcontext()
+        live = Live(console=Console(), auto_refresh=False, transient=True) if terminal else contextlib.nullcontext()
         self.say = (lambda line: None) if terminal else self.say
         shown, broken = 0.0, None
         with live:

@@ -1,6 +1,8 @@
 """What one script defines under a name, each other script that has the name defines in the same text."""
 
 import ast
+import re
+import subprocess
 from itertools import combinations
 from pathlib import Path
 
@@ -105,3 +107,13 @@ def test_one_character_less_is_a_difference(name):
         except SyntaxError:
             continue
         assert changed.get(name) != source
+
+
+def test_readme_has_the_sizes_of_the_ladders_diffs():
+    rows = re.findall(r"\| `git diff --no-index (\S+) (\S+)` \| (\d+) \| (\d+) \|", (ROOT / "README.md").read_text())
+    assert [f"{one[:-3]} {other[:-3]}" for one, other, *_ in rows] == [
+        "vpg a2c", "a2c ppo", "ppo ppo_continuous_action", "ppo ppo_atari"]
+    for one, other, added, removed in rows:
+        said = subprocess.run(["git", "diff", "--no-index", "--numstat", one, other], cwd=ROOT, capture_output=True,
+                              text=True).stdout
+        assert said.split()[:2] == [added, removed]
