@@ -25,8 +25,8 @@ PACKAGES = ("python", "torch", "gymnasium", "mujoco", "ale-py", "numpy")
 HEADER = """Mean +- standard deviation over the finished runs (ddof=0, as CleanRL and openrlbenchmark have it) of
 a run's mean return in its last 100 training episodes, and of its mean return in the deterministic evaluation.
 
-| environment | flags | finished: seeds | last 100 episodes | evaluation | steps/s, median | unfinished |
-|---|---|---|---:|---:|---:|---|"""
+| environment | script | flags | finished: seeds | last 100 episodes | evaluation | steps/s, median | unfinished |
+|---|---|---|---|---:|---:|---:|---|"""
 
 
 def script_defaults(command):
@@ -57,6 +57,7 @@ def read_episodes(run):
 def read_run(run):
     """A run's folder -> its row of the CSV; what it doesn't have yet is "". Raises what a damaged folder makes it."""
     config, episodes = json.loads((run / "config.json").read_text()), read_episodes(run)
+    script = Path(config["command"][0])
     returns = [float(episode["return"]) for episode in episodes]
     steps, wall = (int(episodes[-1]["global_step"]), float(episodes[-1]["wall_seconds"])) if episodes else ("", "")
     try:
@@ -64,7 +65,7 @@ def read_run(run):
     except (FileNotFoundError, json.JSONDecodeError):
         evaluation = []
     return {
-        "run": run.name, "env_id": config["args"]["env_id"], "seed": config["args"]["seed"],
+        "run": run.name, "env_id": config["args"]["env_id"], "script": script.stem, "seed": config["args"]["seed"],
         "flags": changed_flags(config["args"], script_defaults(config["command"])),
         "status": "finished" if evaluation else "unfinished", "steps": steps, "episodes": len(episodes),
         "last_100": np.mean(returns[-100:]) if returns else "", "last_20": np.mean(returns[-20:]) if returns else "",
@@ -72,7 +73,8 @@ def read_run(run):
         "evaluation_std": np.std(evaluation) if evaluation else "", "evaluation_episodes": len(evaluation),
         "steps_per_second": steps / wall if wall else "", "wall_seconds": wall,
         "versions": " ".join(f"{name}={config['versions'][name]}" for name in PACKAGES if name in config["versions"]),
-        "git_commit": config["git_commit"] or "unknown", "command": shlex.join(["python", *config["command"]]),
+        "git_commit": config["git_commit"] or "unknown",
+        "command": shlex.join(["python", script.name, *config["command"][1:]]),
     }
 
 
@@ -98,18 +100,19 @@ def write_csv(path, rows):
 
 
 def table(rows):
-    """Rows -> Markdown, a line for each environment and set of flags; unfinished runs are named, not averaged."""
+    """Rows -> Markdown, a line for each environment, script and flags; unfinished runs are named, not averaged."""
     lines = [HEADER]
-    for env_id, flags in sorted({(row["env_id"], row["flags"]) for row in rows}):
-        group = [row for row in rows if (row["env_id"], row["flags"]) == (env_id, flags)]
+    keys = [(row["env_id"], row["script"], row["flags"]) for row in rows]
+    for env_id, script, flags in sorted(set(keys)):
+        group = [row for row, key in zip(rows, keys) if key == (env_id, script, flags)]
         done = [row for row in group if row["status"] == "finished"]
         left = [f"{row['run']} (step {row['steps'] or 0})" for row in group if row not in done]
-        cells = [f"{len(done)}: {' '.join(str(row['seed']) for row in done)}"]
+        cells = [env_id, script, flags or "defaults", f"{len(done)}: {' '.join(str(row['seed']) for row in done)}"]
         for name in ("last_100", "evaluation_mean", "steps_per_second"):
             values = [row[name] for row in done if row[name] != ""]
             form = "{1:,.0f}" if name == "steps_per_second" else "{0:.1f} +- {2:.1f}"
             cells.append(form.format(np.mean(values), np.median(values), np.std(values)) if values else "-")
-        lines.append(f"| {env_id} | {flags or 'defaults'} | {' | '.join(cells)} | {len(left)} {', '.join(left)} |")
+        lines.append(f"| {' | '.join(cells)} | {len(left)} {', '.join(left)} |")
     return "\n".join(lines)
 
 
@@ -129,7 +132,7 @@ def main():
                 curves += read_curves(run) if args.curves else []
             except (OSError, ValueError, KeyError, TypeError) as error:
                 damaged.append(f"not a run, or damaged: {run} ({type(error).__name__}: {error})")
-    rows.sort(key=lambda row: (row["env_id"], row["flags"], row["seed"]))
+    rows.sort(key=lambda row: (row["env_id"], row["script"], row["flags"], row["seed"]))
     for path, table_rows in ((args.out, rows), (args.curves, curves)):
         if path and table_rows:
             write_csv(path, table_rows)

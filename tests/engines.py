@@ -19,12 +19,12 @@ import pytest
 import torch
 from test_sweep import FAKE, wait_for
 
+from benchmark.suite import read_suite
 from benchmark.worker import read_job
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGE = "plainrl-test"
-NAMES = ("Pendulum-v1__ppo_continuous_action__1", "PongNoFrameskip-v4__ppo_atari__1",
-         "Pendulum-v1__ddpg_continuous_action__1")  # of the smoke suite
+NAMES = [run.name for run in read_suite(ROOT / "benchmark" / "suites" / "smoke.toml")]
 
 
 def install(command, *packages):

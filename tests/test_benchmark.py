@@ -58,19 +58,25 @@ def test_collect_names_unfinished_runs_and_leaves_them_out_of_means(tmp_path):
     make_run(tmp_path / "runs" / "killed", 3, [5000.0, 5000.0])
     make_run(tmp_path / "runs" / "young", 4, [])
     make_run(tmp_path / "runs" / "other", 5, [7.0], [8.0, 8.0], init_log_std=-0.5)
+    config = make_run(tmp_path / "runs" / "copy", 6, [3.0], [4.0, 4.0]) / "config.json"
+    config.write_text(config.read_text().replace('"ppo_continuous_action.py"', '"/home/me/my_ppo.py"'))
     (tmp_path / "runs" / "broken").mkdir()
     done = run_collect(tmp_path / "runs", "--out", tmp_path / "results" / "out.csv")
     assert done.returncode == 0, done.stderr
-    lines = {line.split(" | ")[1]: line for line in done.stdout.splitlines() if line.startswith("| HalfCheetah")}
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| HalfCheetah")]
+    lines = {line.split(" | ")[2]: line for line in rows if "| ppo_continuous_action |" in line}
     assert set(lines) == {"defaults", "--init-log-std -0.5"}
+    assert any("| my_ppo |" in line and "| 1: 6 | 3.0 +- 0.0 | 4.0 +- 0.0 |" in line for line in rows)
     assert "| 2: 1 2 | 15.0 +- 5.0 | 150.0 +- 50.0 | 2,000 |" in lines["defaults"]
     assert "| 2 killed (step 2000), young (step 0) |" in lines["defaults"]
     assert "| 1: 5 | 7.0 +- 0.0 | 8.0 +- 0.0 |" in lines["--init-log-std -0.5"]
     assert "ddof=0" in done.stdout and "broken (FileNotFoundError" in done.stdout
     with open(tmp_path / "results" / "out.csv") as file:
-        status = {row["run"]: (row["status"], row["last_100"], row["evaluation_mean"]) for row in csv.DictReader(file)}
+        read = list(csv.DictReader(file))
+    status = {row["run"]: (row["status"], row["last_100"], row["evaluation_mean"]) for row in read}
+    assert {row["command"] for row in read if row["run"] == "copy"} == {"python my_ppo.py --seed 6"}
     assert status["killed"] == ("unfinished", "5000.0", "") and status["young"] == ("unfinished", "", "")
-    assert status["one"] == ("finished", "10.0", "100.0") and len(status) == 5
+    assert status["one"] == ("finished", "10.0", "100.0") and len(status) == 6
 
 
 def test_collect_reads_a_run_that_is_being_written(tmp_path):
