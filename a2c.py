@@ -176,8 +176,6 @@ class Envs:
         is_flat, mask = isinstance(self.space, gym.spaces.Box), info.get("action_mask")
         self.obs[i, : self.obs_dim] = obs.ravel() if is_flat else gym.spaces.flatten(self.space, obs)
         self.obs[i, self.obs_dim :] = 1 if mask is None else np.hstack(mask)
-        if mask is not None and not all(self.obs[i, self.obs_dim :][part].any() for part in self.parts):
-            fail(f"the action_mask of environment {i} allows no action: mend the environment", code=1)
 
     def step_env(self, i, action):
         """Steps environment i with an action (len(nvec),); obs[i] is what follows."""
@@ -187,6 +185,8 @@ class Envs:
             path, fps = self.video_dir / f"episode-{episode}.mp4", env.metadata.get("render_fps", 30)
             self.video = imageio.get_writer(path, fps=fps, macro_block_size=2)
             self.video.append_data(env.render())
+        if not all(self.obs[i, self.obs_dim + part.start + a] > 0 for part, a in zip(self.parts, action)):
+            fail(f"the action_mask of environment {i} allows no action: mend the environment", code=1)
         self.actions_since[i].append(action.copy())
         obs, reward, terminated, truncated, info = env.step((action + self.first_action).reshape(self.action_shape)[()])
         self.keep(i, obs, info)

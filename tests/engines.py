@@ -233,6 +233,7 @@ def test_slurm_node_killed(slurm, whole, tmp_path):
     for pid in killed:
         os.kill(pid, 9)
     slurm["slurmd"].wait()
+    time.sleep(20)  # slurmctld misses nothing that has run for less than BatchStartTimeout, 10 s
     slurm["slurmd"] = subprocess.Popen(["slurmd", "-D"])
     assert finish(sweep) == 0
     assert_same_results(tmp_path, whole)

@@ -24,7 +24,7 @@ import ppo
 import ppo_continuous_action
 
 SPACES = {"Plain-v0": Discrete(4), "Started-v0": Discrete(3, start=-1), "Multi-v0": MultiDiscrete([3, 2]),
-          "Shaped-v0": MultiDiscrete([[3, 2], [2, 4]], start=[[5, 0], [0, 1]])}
+          "Grid-v0": MultiDiscrete([[3, 2], [2, 4]], start=[[5, 0], [0, 1]])}
 TOY = '''
 import os, signal
 
@@ -277,9 +277,22 @@ def test_a_mask_that_allows_nothing_ends_the_run(capsys):
             return super().observe()[0], {"action_mask": (np.ones(3), np.zeros(2))}
 
     gym.register("Stuck-v0", Stuck, kwargs={"action_space": MultiDiscrete([3, 2])})
+    envs = ppo.Envs("Stuck-v0", 1, 1)
     with pytest.raises(SystemExit) as stop:
-        ppo.Envs("Stuck-v0", 1, 1)
+        ppo.rollout(ppo.Agent(3, [3, 2]), envs, 1)
     assert stop.value.code == 1 and "allows no action" in capsys.readouterr().err
+
+
+def test_the_end_of_an_episode_may_allow_nothing():
+    class Over(toy["Toy"]):
+        def step(self, action):
+            obs, reward, terminated, truncated, info = super().step(action)
+            return obs, reward, terminated, truncated, {"action_mask": info["action_mask"] * (not terminated)}
+
+    gym.register("Over-v0", Over)
+    envs = ppo.Envs("Over-v0", 2, 1)
+    episodes = ppo.rollout(ppo.Agent(3, [4]), envs, 100)[-1]
+    assert any(not final_obs[3:].any() for *_, final_obs in episodes)
 
 
 def sb3_parameters(policy):
@@ -327,7 +340,7 @@ def test_update_equals_that_of_stable_baselines3(monkeypatch, env_id):
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 def test_compiled_update_equals_eager():
     """With masks, several parts, and the penalty."""
-    envs = ppo.Envs("Shaped-v0", 4, 1)
+    envs = ppo.Envs("Grid-v0", 4, 1)
     agent, args = ppo.Agent(envs.obs_dim, envs.nvec), ppo.Args(num_steps=64, kl_penalty=True)
     obs, actions, *_ = ppo.rollout(agent, envs, 64)
     rows, actions = torch.from_numpy(obs).flatten(0, 1), torch.from_numpy(actions).flatten(0, 1)
@@ -359,7 +372,7 @@ def play(envs, steps):
 
 
 @pytest.mark.parametrize("env_id, steps", [("CartPole-v1", 50), ("LunarLander-v3", 150), ("Acrobot-v1", 30),
-                                           ("Taxi-v4", 30), ("Shaped-v0", 23), ("Plain-v0", 0)])
+                                           ("Taxi-v4", 30), ("Grid-v0", 23), ("Plain-v0", 0)])
 def test_environments_go_on_from_a_saved_state_bit_for_bit(env_id, steps, capsys):
     envs = ppo.Envs(env_id, 2, 1)
     play(envs, steps)
@@ -395,7 +408,7 @@ def test_evaluation_plays_the_likeliest_allowed_actions(monkeypatch):
     assert np.array_equal(made[-1].unwrapped.actions, expected)
 
 
-@pytest.mark.parametrize("env_id", ["Plain-v0", "Shaped-v0"])
+@pytest.mark.parametrize("env_id", ["Plain-v0", "Grid-v0"])
 def test_toy_is_learned(run_script, env_id):
     run = run_script(ppo.__file__, "--env-id", env_id, "--total-timesteps", "16384", "--learning-rate", "0.003",
                      "--eval-episodes", "50", "--no-compile")
