@@ -93,12 +93,20 @@ def test_update_equals_that_of_stable_baselines3():
     torch.testing.assert_close(params, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("bootstrap", [True, False])
 @pytest.mark.parametrize("gae_lambda", [0.0, 1.0])
-def test_a_run_learns_from_n_step_and_one_step_returns(run_script, gae_lambda):
-    """The returns of the last rollout against sums, over terminations and truncations."""
-    module = run_script(a2c.__file__, "--env-id", "Plain-v0", "--num-envs", "3", "--num-steps", "50",
+@pytest.mark.parametrize("script, flags", [(a2c, []), (ppo, ["--num-minibatches", "3", "--anneal-clip"])],
+                         ids=["a2c", "ppo"])
+def test_a_run_learns_from_n_step_and_one_step_returns(run_script, script, flags, gae_lambda, bootstrap):
+    """The returns of the last of three rollouts against sums, over terminations and truncations; what is annealed has
+    come to a third."""
+    module = run_script(script.__file__, "--env-id", "Plain-v0", "--num-envs", "3", "--num-steps", "50",
                         "--total-timesteps", "450", "--gae-lambda", str(gae_lambda), "--gamma", "0.9", "--no-compile",
-                        "--eval-episodes", "1", "--learning-rate", "1e-9")
+                        "--eval-episodes", "1", "--learning-rate", "3e-9", *flags,
+                        *([] if bootstrap else ["--no-bootstrap-truncated"]))
+    assert module.lr.item() == pytest.approx(1e-9)
+    if script is ppo:
+        assert module.coef.item() == pytest.approx(0.2 / 3)
     final = {(step, i): obs for step, i, *_, obs in module.episodes}
     assert module.terminations.any() and module.truncations.any()
 
@@ -114,6 +122,8 @@ def test_a_run_learns_from_n_step_and_one_step_returns(run_script, gae_lambda):
                 discount *= 0.9
                 t += 1
                 if module.terminations[t - 1, i]:
+                    break
+                if module.truncations[t - 1, i] and not bootstrap:
                     break
                 if module.truncations[t - 1, i] or t == 50 or gae_lambda == 0:
                     after = module.envs.obs[i] if t == 50 else module.obs[t, i]

@@ -83,6 +83,7 @@ def test_actions_are_weighted_with_the_rewards_to_go(run_script, flags):
     """A run's last rollout against sums; with a baseline a time limit bootstraps, and the values are taken off."""
     module = run_script(vpg.__file__, "--env-id", "Plain-v0", "--total-timesteps", "300", "--gamma", "0.9", *flags,
                         "--eval-episodes", "1", "--learning-rate", "1e-9")
+    assert module.lr.item() == pytest.approx(1e-9 * module.remaining) and 0 < module.remaining < 0.9
     first = 0
 
     def value(rows):
