@@ -1,9 +1,9 @@
 """A2C, synchronous advantage actor-critic, for discrete actions and vector observations.
 
 Asynchronous Methods for Deep Reinforcement Learning, Mnih et al. 2016, https://arxiv.org/abs/1602.01783, with all
-environments in step as in openai/baselines a2c, and its constants. As ppo.py, but a rollout serves for one step of the
-optimizer and is then thrown away. --gae-lambda 1 gives n-step returns, 0 one-step returns. A time limit is no
-termination.
+environments in step and the constants of openai/baselines a2c, but for half its value loss and PyTorch's RMSprop. As
+ppo.py, but a rollout serves for one step of the optimizer and is then thrown away. --gae-lambda 1 gives n-step returns,
+0 one-step returns. A time limit is no termination.
 
     python a2c.py --env-id CartPole-v1 --total-timesteps 500000
 """
