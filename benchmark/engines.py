@@ -3,8 +3,8 @@
 An engine has room() for so many more runs, and starts them. running() are the names of those that it was given and that
 haven't ended: they wait in its queue or run. What becomes of a run, its worker writes into the sweep's folder
 (benchmark/worker.py). stop() ends an engine's work on Ctrl-C and SIGTERM; what it returns is told to the user. Before
-start comes open(); preview() says how a run's worker is started. runs: {name: its entry in sweep.json}; args: the
-flags of benchmark.sweep.
+start comes open(); preview() says how a run's worker is started. What may pass, such as a full disk or queue, start()
+raises as OSError. runs: {name: its entry in sweep.json}; args: the flags of benchmark.sweep.
 """
 
 import contextlib
@@ -107,12 +107,12 @@ class Local:
 
     def start(self, names):
         for name in names:
-            cores, gpus = self.free.popleft()
+            cores, gpus = self.free[0]
             with open(self.folder / "logs" / f"{name}.log", "a") as log:
                 process = subprocess.Popen(
                     self.command(name, cores, gpus), env=self.environment(gpus), stdin=subprocess.PIPE, stdout=log,
                     stderr=log, start_new_session=True, preexec_fn=die_with_parent)
-            self.processes[name] = process, (cores, gpus)
+            self.processes[name] = process, self.free.popleft()  # not before it has begun: the disk may be full
             self.begin(process)
 
     def begin(self, process):
@@ -237,7 +237,7 @@ class Slurm:
             python=shlex.quote(sys.executable))
 
     def room(self):
-        """1,000 tasks an array, Slurm's MaxArraySize where nobody has changed it; none after a refusal."""
+        """1,000 tasks an array, Slurm's MaxArraySize where nobody has changed it; none for a minute after a refusal."""
         return 1000 if time.time() - self.refused > 60 else 0
 
     def start(self, names):
@@ -248,9 +248,8 @@ class Slurm:
             said = f"sbatch refused {file}: {' '.join(done.stderr.split())}"
             if not self.arrays:
                 raise EngineError(said)
-            print(f"{said}; trying again in a minute", flush=True)  # a queue that is full, or a controller that is down
-            self.refused = time.time()
-            return
+            self.refused = time.time()  # a queue that is full, or a controller that is down
+            raise OSError(said)
         self.arrays[done.stdout.strip().split(";")[0]] = names
         write_json(self.folder / "slurm.json", self.arrays)
         self.tasks |= set(names)

@@ -52,7 +52,7 @@ def read_result(run_dir):
 
 
 def read_job(folder, name):
-    """What is known of a run: "state" (waiting, running, failed, finished), "failures" (attempts that ended badly),
+    """What is known of a run: "state" (waiting, running, failed, finished), "failures" (attempts that ended badly
     without getting further), "error" (what was said at the last of them), "started" (Unix time of the last attempt),
     "place" (host, process), "step" (the furthest that an attempt got that ended badly)."""
     job = {"state": "waiting", "failures": 0, "error": "", "started": 0.0, "place": "", "step": 0}

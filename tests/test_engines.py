@@ -527,6 +527,38 @@ def test_slurm_that_does_not_answer_in_the_middle_is_waited_for(tmp_path, slurm,
     assert len(calls_of(slurm)) == 1
 
 
+def test_slurm_that_refuses_a_task_in_the_middle_is_asked_again(tmp_path, slurm, start):
+    """A task is lost while the queue is full; it is neither cancelled nor given up."""
+    suite, folder = make_suite(tmp_path, "Gate-v0", seeds=2), tmp_path / "out"
+    first = start(suite, folder, "--backend", "slurm", "--workers", "2")
+    at_gate(folder, *GATES[:2])
+    (slurm / "refuse").touch()
+    kill_9(folder, GATES[1])
+    assert any("sbatch refused" in line for line in first.stdout)
+    (slurm / "refuse").unlink()
+    wait_for(lambda: worker.read_job(folder, GATES[1])["state"] == "waiting" and len(calls_of(slurm)) == 2)
+    (folder / "go").touch()
+    assert finish(first)[0] == 0
+    assert_done_once(folder, *GATES[:2])
+    one, other = (call["options"] for call in calls_of(slurm))
+    assert "--dependency" not in one and other["--dependency"] == "singleton"
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_core(tmp_path, monkeypatch):
+    args = Namespace(workers=1, cpus_per_run=1, gpus_per_run=0)
+    engine = engines.Local(tmp_path, {}, args)
+    for _ in range(3):  # there is no folder for its log yet
+        with pytest.raises(OSError):
+            engine.start(["a"])
+    assert engine.room() == 1 and not engine.running()
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr(engine, "command", lambda *_: ["true"])
+    engine.start(["a"])
+    assert engine.room() == 0
+    wait_for(lambda: not engine.running())
+    assert engine.room() == 1
+
+
 def test_a_slurm_task_whose_worker_does_not_come_up_is_no_cancelled_one(tmp_path, slurm, start):
     """Its log says why."""
     suite, folder = make_suite(tmp_path, "Good-v0"), tmp_path / "out"
