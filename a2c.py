@@ -174,8 +174,10 @@ class Envs:
     def keep(self, i, obs, info):
         """Keeps an observation of environment i and its mask in obs[i]."""
         is_flat, mask = isinstance(self.space, gym.spaces.Box), info.get("action_mask")
+        if mask is not None and np.shape(mask := np.hstack(mask)) != (self.num_logits,):
+            fail(f"an action_mask has the shape {mask.shape}, but must have {self.num_logits} numbers", code=1)
         self.obs[i, : self.obs_dim] = obs.ravel() if is_flat else gym.spaces.flatten(self.space, obs)
-        self.obs[i, self.obs_dim :] = 1 if mask is None else np.hstack(mask)
+        self.obs[i, self.obs_dim :] = 1 if mask is None else mask
 
     def step_env(self, i, action):
         """Steps environment i with an action (len(nvec),); obs[i] is what follows."""

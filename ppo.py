@@ -182,8 +182,10 @@ class Envs:
     def keep(self, i, obs, info):
         """Keeps an observation of environment i and its mask in obs[i]."""
         is_flat, mask = isinstance(self.space, gym.spaces.Box), info.get("action_mask")
+        if mask is not None and np.shape(mask := np.hstack(mask)) != (self.num_logits,):
+            fail(f"an action_mask has the shape {mask.shape}, but must have {self.num_logits} numbers", code=1)
         self.obs[i, : self.obs_dim] = obs.ravel() if is_flat else gym.spaces.flatten(self.space, obs)
-        self.obs[i, self.obs_dim :] = 1 if mask is None else np.hstack(mask)
+        self.obs[i, self.obs_dim :] = 1 if mask is None else mask
 
     def step_env(self, i, action):
         """Steps environment i with an action (len(nvec),); obs[i] is what follows."""
@@ -328,8 +330,7 @@ def compute_advantages(rewards, values, next_values, terminations, dones, gamma,
 
 def ppo_loss(params, agent, batch, coef, args):
     """PPO's loss on a minibatch: returns it and METRICS, float32 (6,). params: the parameters as one flat tensor;
-    batch: obs and actions as the agent takes them, and logprobs, advantages, returns, values (n,); coef: the clip
-    range, or with --kl-penalty the penalty's coefficient."""
+    batch: rows of obs, actions, logprobs, advantages, returns, values; coef: clip range, or penalty's coefficient."""
     views = params.split([p.numel() for p in agent.parameters()])
     views = {name: view.view(p.shape) for (name, p), view in zip(agent.named_parameters(), views)}
     logprobs, entropy, values = torch.func.functional_call(agent, views, (batch["obs"], batch["actions"]))
@@ -561,8 +562,7 @@ if __name__ == "__main__":
             fail(f"iteration {iteration + 1}: the loss is not finite; {run_dir} keeps the last good checkpoint. "
                  "Try a lower --learning-rate, or look for NaN in the environment's rewards and observations", code=1)
         if args.kl_penalty or args.adaptive_lr:
-            with torch.no_grad():
-                logratio = agent(batch["obs"], batch["actions"])[0] - batch["logprobs"]
+            logratio = (agent(batch["obs"], batch["actions"])[0] - batch["logprobs"]).detach()
             kl_coef, adapted_lr = adapt(kl_coef, adapted_lr, (logratio.exp() - 1 - logratio).mean().item(), args)
 
         iteration += 1
@@ -574,7 +574,7 @@ if __name__ == "__main__":
             recent_returns = [*recent_returns[-99:], episode_return]
         global_step = iteration * args.batch_size
         explained_variance = 1 - np.var(returns - values) / (np.var(returns) or np.nan)
-        for name, x in [*zip(METRICS, metrics), ("explained_variance", explained_variance), ("kl_coef", kl_coef)]:
+        for name, x in [*zip(METRICS, metrics), ("explained_variance", explained_variance), ("coef", coef)]:
             writer.add_scalar(f"losses/{name}", float(x), global_step)
         writer.add_scalar("charts/learning_rate", lr.item(), global_step)
         writer.add_scalar("charts/SPS", int(global_step / (time.time() - start_time)), global_step)

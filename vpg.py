@@ -166,8 +166,10 @@ class Envs:
     def keep(self, i, obs, info):
         """Keeps an observation of environment i and its mask in obs[i]."""
         is_flat, mask = isinstance(self.space, gym.spaces.Box), info.get("action_mask")
+        if mask is not None and np.shape(mask := np.hstack(mask)) != (self.num_logits,):
+            fail(f"an action_mask has the shape {mask.shape}, but must have {self.num_logits} numbers", code=1)
         self.obs[i, : self.obs_dim] = obs.ravel() if is_flat else gym.spaces.flatten(self.space, obs)
-        self.obs[i, self.obs_dim :] = 1 if mask is None else np.hstack(mask)
+        self.obs[i, self.obs_dim :] = 1 if mask is None else mask
 
     def step_env(self, i, action):
         """Steps environment i with an action (len(nvec),); obs[i] is what follows."""
@@ -316,7 +318,7 @@ def vpg_loss(params, agent, batch, args):
     views = {name: view.view(p.shape) for (name, p), view in zip(agent.named_parameters(), views)}
     logprobs, entropy, values = torch.func.functional_call(agent, views, (batch["obs"], batch["actions"]))
     advantages = batch["advantages"]
-    if args.norm_adv:
+    if args.norm_adv and len(advantages) > 1:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     policy_loss = (-advantages * logprobs).mean()
     value_losses = (values - batch["returns"]) ** 2

@@ -41,3 +41,15 @@ def run_script(monkeypatch, tmp_path):
     yield run
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """refused(module, flags) -> the sentence with which a script's parse_args ends the program, exit code 2."""
+    def parse(module, flags):
+        monkeypatch.setattr(sys, "argv", [module.__file__, *flags])
+        with pytest.raises(SystemExit) as stop:
+            module.parse_args()
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+    return parse

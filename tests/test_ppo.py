@@ -18,6 +18,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 from stable_baselines3 import PPO
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import DummyVecEnv
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributions import Categorical
 
 import ppo
@@ -176,9 +177,13 @@ def test_adapted_coefficients_are_used_and_logged(run_script, monkeypatch):
     (Path.cwd() / "spied.py").write_text(source)
     globals().update(CALLS=calls, SPY=spy)
     monkeypatch.setitem(sys.modules, "test_ppo", sys.modules[__name__])
-    run_script(Path.cwd() / "spied.py", "--env-id", "Plain-v0", "--num-steps", "32", "--total-timesteps", "384",
-               "--learning-rate", "0.5", "--kl-penalty", "--adaptive-lr", "--no-compile", "--eval-episodes", "1")
+    module = run_script(Path.cwd() / "spied.py", "--env-id", "Plain-v0", "--num-steps", "32", "--total-timesteps",
+                        "384", "--learning-rate", "0.5", "--kl-penalty", "--adaptive-lr", "--no-compile",
+                        "--eval-episodes", "1")
     np.testing.assert_allclose(calls, [(0.5, 1.0), (0.5 / 7, 3.0), (0.5 / 49, 9.0)], rtol=1e-6)
+    events = EventAccumulator(str(module.run_dir)).Reload()
+    logged = [[scalar.value for scalar in events.Scalars(tag)] for tag in ("charts/learning_rate", "losses/coef")]
+    np.testing.assert_allclose(np.transpose(logged), calls, rtol=1e-6)
     assert len(kls) == 3 and kls[0][0] > 0.01
     for kl, expected in kls:
         assert kl == pytest.approx(expected, rel=1e-4, abs=1e-7)
@@ -281,6 +286,18 @@ def test_a_mask_that_allows_nothing_ends_the_run(capsys):
     with pytest.raises(SystemExit) as stop:
         ppo.rollout(ppo.Agent(3, [3, 2]), envs, 1)
     assert stop.value.code == 1 and "allows no action" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mask", [np.ones(3), np.ones(1), (np.ones(2), np.ones(3))], ids=str)
+def test_a_mask_of_another_size_ends_the_run(mask, capsys):
+    class Masked(toy["Toy"]):
+        def observe(self):
+            return super().observe()[0], {"action_mask": mask}
+
+    gym.register("Masked-v0", Masked)
+    with pytest.raises(SystemExit) as stop:
+        ppo.Envs("Masked-v0", 1, 1)
+    assert stop.value.code == 1 and "must have 4 numbers" in capsys.readouterr().err
 
 
 def test_the_end_of_an_episode_may_allow_nothing():
@@ -480,8 +497,5 @@ def test_environments_that_do_not_fit_are_refused(env_id, sentence, capsys):
 
 @pytest.mark.parametrize("flags, sentence", [
     (["--kl-target", "0"], "kl_target must be above 0"), (["--num-minibatches", "3"], "must divide into")])
-def test_bad_flags_are_refused(flags, sentence, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["ppo.py", *flags])
-    with pytest.raises(SystemExit) as stop:
-        ppo.parse_args()
-    assert stop.value.code == 2 and sentence in capsys.readouterr().err
+def test_bad_flags_are_refused(flags, sentence, refused):
+    assert sentence in refused(ppo, flags)
