@@ -472,8 +472,7 @@ if __name__ == "__main__":
     if not checkpoint and (run_dir / "checkpoint.pt").exists():
         fail(f"{run_dir} exists: choose another --run-name, or go on with --resume {run_dir}")
     video_dir = run_dir / "videos" if args.capture_video else None
-    envs = Envs(args.env_id, args.num_envs, args.seed, video_dir=None if args.evaluate else video_dir,
-                video_interval=args.video_interval)
+    envs = Envs(args.env_id, args.num_envs, args.seed, None if args.evaluate else video_dir, args.video_interval)
     agent = Agent(len(envs.action_names), args.amp).to(device)
     params = nn.utils.parameters_to_vector(agent.parameters()).detach()
     nn.utils.vector_to_parameters(params, agent.parameters())  # from here on they are views of one flat tensor
@@ -510,11 +509,9 @@ if __name__ == "__main__":
     if not checkpoint:
         git = ["sh", "-c", "git describe --always --dirty"]  # says nothing without git, or outside a repository
         commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-        config = {
-            "args": asdict(args), "command": sys.argv, "git_commit": commit, "machine": [*os.uname()],
-            "cores": os.cpu_count(), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "versions": {"python": sys.version.split()[0]} | {d.name: d.version for d in distributions()},
-        }
+        config = {"args": asdict(args), "command": sys.argv, "git_commit": commit, "machine": [*os.uname()],
+                  "cores": os.cpu_count(), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+                  "versions": {"python": sys.version.split()[0]} | {d.name: d.version for d in distributions()}}
         (run_dir / "config.json").write_text(json.dumps(config, indent=2))
         (run_dir / "episodes.csv").write_text("global_step,wall_seconds,env,return,length,ended_by\n")
     if args.track:

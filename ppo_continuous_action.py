@@ -508,11 +508,9 @@ if __name__ == "__main__":
     if not checkpoint:
         git = ["sh", "-c", "git describe --always --dirty"]  # says nothing without git, or outside a repository
         commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-        config = {
-            "args": asdict(args), "command": sys.argv, "git_commit": commit, "machine": [*os.uname()],
-            "cores": os.cpu_count(), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "versions": {"python": sys.version.split()[0]} | {d.name: d.version for d in distributions()},
-        }
+        config = {"args": asdict(args), "command": sys.argv, "git_commit": commit, "machine": [*os.uname()],
+                  "cores": os.cpu_count(), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+                  "versions": {"python": sys.version.split()[0]} | {d.name: d.version for d in distributions()}}
         (run_dir / "config.json").write_text(json.dumps(config, indent=2))
         (run_dir / "episodes.csv").write_text("global_step,wall_seconds,env,return,length,ended_by\n")
     if args.track:

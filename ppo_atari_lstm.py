@@ -1,0 +1,600 @@
+"""PPO with an LSTM for Atari games, from single frames.
+
+Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of
+openai/baselines ppo2: G1 to G11, A1 to A5, A7 to A10, l1 to l5, X1, X3 mark them as "The 37 Implementation Details of
+PPO" counts. Unlike there, a time limit is no termination (--no-bootstrap-truncated: as there).
+
+    python ppo_atari_lstm.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 10000000
+"""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Literal
+
+import ale_py
+import cv2
+import gymnasium as gym
+import imageio.v2 as imageio
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from torch.optim.adam import adam
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+
+
+@dataclass
+class RunArgs:  # the comment beside a flag is its --help text
+    """How to run, record and go on"""
+    exp_name: str = Path(__file__).stem  # name of the experiment, a part of the run's name
+    run_name: str | None = None  # folder of the run under runs/; without it ENV__EXPERIMENT__SEED__UNIXTIME
+    seed: int = 1  # seed of the networks, the action noise, the minibatches and the environments
+    torch_deterministic: bool = True  # use deterministic cuDNN algorithms
+    cuda: bool = True  # use a GPU where there is one
+    num_threads: int = 0  # threads of PyTorch (0: chosen by the script)
+    track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
+    wandb_project_name: str = "plainrl"  # project at Weights & Biases
+    wandb_entity: str | None = None  # user or team at Weights & Biases
+    capture_video: bool = False  # record the evaluation, and training episodes of the first environment, under videos/
+    video_interval: int = 100  # record every N-th training episode
+    save_model: bool = False  # write the final weights to EXPERIMENT.cleanrl_model too, as CleanRL does
+    checkpoint_interval: int = 10  # iterations between checkpoints
+    eval_episodes: int = 10  # episodes of the evaluation: deterministic actions, own seeds, frozen normalisation
+    resume: str | None = None  # folder of a run to go on with, exactly as if it had never stopped; it knows its flags
+    evaluate: str | None = None  # folder of a run whose policy is played, without training; it knows its flags
+
+
+@dataclass
+class AlgorithmArgs:
+    """What is learned, and how"""
+    env_id: str = "BreakoutNoFrameskip-v4"  # id of the Atari game: NAMENoFrameskip-v4 or ALE/NAME-v5
+    total_timesteps: int = 10000000  # steps of the run, all environments together
+    learning_rate: float = 2.5e-4  # learning rate of Adam
+    num_envs: int = 8  # number of environments
+    num_steps: int = 128  # steps in each environment per rollout
+    anneal_lr: bool = True  # lower the learning rate linearly over the run
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of the generalized advantage estimation
+    num_minibatches: int = 4  # minibatches per epoch
+    update_epochs: int = 4  # epochs per rollout
+    norm_adv: bool = True  # normalise the advantages in each minibatch
+    clip_coef: float = 0.1  # clip range of the probability ratio and of the value loss
+    anneal_clip: bool = False  # lower the clip range linearly over the run
+    clip_vloss: bool = True  # clip the value loss as openai/baselines does
+    ent_coef: float = 0.01  # coefficient of the entropy
+    vf_coef: float = 0.5  # coefficient of the value loss
+    max_grad_norm: float = 0.5  # largest norm of the gradient, actor and critic together
+    target_kl: float | None = None  # an epoch whose mean approximate KL exceeds this is the iteration's last
+    bootstrap_truncated: bool = True  # bootstrap from the last observation of an episode that a time limit cut
+    cell: Literal["lstm", "gru", "rnn"] = "lstm"  # kind of recurrent core
+    hidden_size: int = 128  # units of the recurrent core
+    memory: bool = True  # carry the core's state from step to step (--no-memory: the control experiment)
+
+
+@dataclass
+class Args(AlgorithmArgs, RunArgs):
+    """All flags, and the sizes that follow from them."""
+    def __post_init__(self):
+        self.batch_size = self.num_envs * self.num_steps
+        self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
+
+
+def fail(message, code=2):
+    """Ends the program with one sentence: code 2 for bad input, 1 for a run that failed."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def read_flags(default):
+    """Command line -> Args; what is not given is as in default. RunArgs and AlgorithmArgs are the groups of --help."""
+    groups = [group(**{f.name: getattr(default, f.name) for f in fields(group)}) for group in (RunArgs, AlgorithmArgs)]
+    Form = make_dataclass("Form", [("run", RunArgs), ("algorithm", AlgorithmArgs)])
+    form = tyro.cli(tyro.conf.OmitArgPrefixes[Form], default=Form(*groups), description=__doc__.split("\n")[0])
+    return Args(**vars(form.run), **vars(form.algorithm))
+
+
+def parse_args():
+    """Returns the flags and, for --resume and --evaluate, the run's checkpoint, whose flags they then are."""
+    args, checkpoint = read_flags(Args()), None
+    if run := args.resume or args.evaluate:
+        checkpoint = load_checkpoint(Path(run))
+        own = checkpoint["args"]
+        args = read_flags(replace(own, resume=args.resume, evaluate=args.evaluate))
+        free = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval", "checkpoint_interval")
+        if changed := [f"{k} = {v}" for k, v in asdict(own).items() if v != getattr(args, k) and k not in free]:
+            fail(f"{run} was made with {', '.join(changed)}: give no other value, or start a new run")
+    positive = ("num_envs", "num_steps", "num_minibatches", "update_epochs", "checkpoint_interval", "eval_episodes",
+                "video_interval", "learning_rate", "clip_coef", "max_grad_norm", "hidden_size")
+    minibatch_size, rest = args.batch_size // max(args.num_minibatches, 1), args.num_envs % max(args.num_minibatches, 1)
+    problems = [
+        (not all(getattr(args, name) > 0 for name in positive), f"{', '.join(positive)} must be above 0"),
+        (not 0 <= args.seed < 2**32 or args.num_threads < 0, "--seed must be in 0 .. 2**32 - 1, --num-threads from 0"),
+        (not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1), "--gamma and --gae-lambda must be from 0 to 1"),
+        (rest, "--num-envs must divide into --num-minibatches: a minibatch is made of whole environments"),
+        (args.norm_adv and minibatch_size == 1, "a minibatch of one step has no standard deviation: --no-norm-adv"),
+        (args.num_iterations < 1, f"--total-timesteps is less than one rollout of {args.batch_size} steps"),
+        (args.resume and args.evaluate or "" in (args.resume, args.evaluate), "give --resume or --evaluate a folder"),
+        (args.run_name and Path("x", args.run_name).resolve().parent.name != "x", "--run-name must name a folder"),
+    ]
+    if sentences := [sentence for wrong, sentence in problems if wrong]:
+        fail("; ".join(sentences))
+    return args, checkpoint
+
+
+def make_env(env_id):
+    """Makes an Atari game, whose emulator neither skips frames nor repeats actions, or ends the program."""
+    if not (env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/") and env_id.endswith("-v5")):
+        fail(f"{env_id} is none of the Atari games that this script plays: NAMENoFrameskip-v4 or ALE/NAME-v5")
+    try:
+        env = gym.make(env_id, frameskip=1, repeat_action_probability=0.0, disable_env_checker=True)
+        return env.get_wrapper_attr("ale") and env.unwrapped  # without an emulator it is no Atari game
+    except Exception as error:  # environments have their own
+        fail(f"can't make {env_id}: {' '.join(str(error).split())}")
+
+
+def draw(screen, names, probabilities):
+    """screen (height, 160, 3) -> the same twice as large, beside it each action's name and, as a bar, probability."""
+    panel = np.zeros_like(screen)
+    for name, p, y in zip(names, probabilities, range(9, 209, 11)):
+        cv2.rectangle(panel, (88, y - 6), (88 + round(70 * float(p)), y), (255, 160, 0), -1)
+        cv2.putText(panel, name, (2, y), cv2.FONT_HERSHEY_PLAIN, 0.6, (255, 255, 255))
+    return np.hstack((screen, panel)).repeat(2, axis=0).repeat(2, axis=1)
+
+
+class Envs:
+    """A vector of Atari games with openai/baselines' wrappers (common/atari_wrappers.py). A step that ends an episode,
+    for the learner a lost life does too (A3), also resets it and gives the reset's observation (Gymnasium's SAME_STEP).
+    obs: uint8 (num_envs, 1, 84, 84), the present ones."""
+    COUNTERS = ("obs", "screens", "lives", "last_actions", "episode_returns", "episode_lengths", "episode_counts")
+
+    def __init__(self, env_id, num_envs, seed, video_dir=None, video_interval=1):
+        self.envs = [make_env(env_id) for i in range(num_envs)]
+        self.action_names, self.probabilities, self.unseen = self.envs[0].get_action_meanings(), (), []
+        self.video_dir, self.video_interval, self.video = video_dir, video_interval, None
+        self.screens = np.zeros((num_envs, 2, *self.envs[0].ale.getScreenDims(), 3), np.uint8)
+        self.obs, self.episode_returns = np.zeros((num_envs, 1, 84, 84), np.uint8), np.zeros(num_envs)
+        self.sticky = gym.spec(env_id.rpartition(":")[2]).kwargs.get("repeat_action_probability", 0.25)  # as ale_py
+        self.lives, self.last_actions, self.episode_lengths, self.episode_counts = np.zeros((4, num_envs), int)
+        for i, env_seed in enumerate(np.random.SeedSequence(seed).generate_state(num_envs)):
+            self.envs[i].reset(seed=int(env_seed))
+            self.reset_env(i)
+
+    def act(self, i, action):
+        """Plays a frame; in v5 games one in four repeats the last action, which the emulator's own state would lack."""
+        if not self.sticky or self.envs[i].np_random.random() >= self.sticky:
+            self.last_actions[i] = action
+        return self.envs[i].ale.act(self.envs[i]._action_set[self.last_actions[i]])
+
+    def skip(self, i, action):
+        """Plays an action for four frames, keeps the last two (A4). Returns the reward and what ended, or None."""
+        ale, reward = self.envs[i].ale, 0.0
+        for frame in range(4):
+            reward += self.act(i, action)
+            if frame >= 2:
+                ale.getScreenRGB(self.screens[i, frame - 2])
+            if ale.game_over():
+                self.screens[i] = ale.getScreenRGB()
+                break
+        lost, self.lives[i] = "life" if 0 < ale.lives() < self.lives[i] else None, ale.lives()
+        self.episode_returns[i] += reward  # of the whole game, no-ops and FIRE after a lost life too
+        ended_by = "truncation" if ale.game_truncated() else lost
+        return reward, "termination" if ale.game_over(with_truncation=False) else ended_by
+
+    def skip_unseen(self, i, action):
+        """skip() in a reset: its reward is not learned from, but a game that ends there counts. Returns what ended."""
+        ended_by = self.skip(i, action)[1]
+        if ended_by not in (None, "life") and self.episode_lengths[i]:
+            self.unseen.append((i, self.episode_returns[i].item(), self.episode_lengths[i].item(), ended_by))
+        return ended_by
+
+    def begin(self, i, ended_by):
+        """Goes on with a no-op after a lost life (A3), or starts a game with 1 to 30 of them (A1)."""
+        ale = self.envs[i].ale
+        if ended_by != "life" or self.skip_unseen(i, 0) not in (None, "life"):
+            if i == 0 and self.video:
+                self.video = self.video.close()
+            self.episode_counts[i] += self.episode_lengths[i] > 0
+            self.episode_returns[i], self.episode_lengths[i], self.last_actions[i] = 0.0, 0, 0
+            ale.reset_game()
+            for _ in range(self.envs[i].np_random.integers(1, 31)):
+                self.act(i, 0)
+                if ale.game_over():
+                    ale.reset_game()
+            self.screens[i] = ale.getScreenRGB()
+        self.lives[i] = ale.lives()
+
+    def reset_env(self, i, ended_by=None):
+        """Starts an episode in game i, with FIRE and the action after it where a game has that (A2)."""
+        self.begin(i, ended_by)
+        for action in (1, 2) if "FIRE" in self.action_names else ():
+            if ended_by := self.skip_unseen(i, action):
+                self.begin(i, ended_by)
+        self.see(i)
+
+    def see(self, i):
+        """The maximum of the last two frames, grayscale, 84 x 84 (A5)."""
+        gray = cv2.cvtColor(np.maximum(*self.screens[i]), cv2.COLOR_RGB2GRAY)
+        self.obs[i, 0] = cv2.resize(gray, (84, 84), interpolation=cv2.INTER_AREA)
+
+    def step_env(self, i, action):
+        """Steps game i with an action; obs[i] is what follows. Returns the reward and what ended, see skip."""
+        episode, n = self.episode_counts[i], self.episode_lengths[i]  # n steps are in no video if the run was resumed
+        if i == 0 and self.video_dir and not self.video and episode % self.video_interval == 0:
+            self.video_dir.mkdir(parents=True, exist_ok=True)
+            path = self.video_dir / f"episode-{episode}{f'-from-step-{n}' if n else ''}.mp4"
+            self.video = imageio.get_writer(path, fps=15, macro_block_size=2)
+        if i == 0 and self.video:
+            self.video.append_data(draw(self.screens[i, 1], self.action_names, self.probabilities))
+        reward, ended_by = self.skip(i, action)
+        self.see(i)
+        return reward, ended_by
+
+    def step(self, actions):
+        """Steps every game by actions, int (num_envs,). Returns the signs of the rewards (A7), float64 (num_envs,), and
+        what ended, [(i, the game's return and length so far, "termination", "truncation" or "life", observation (1, 84,
+        84) that the reset has replaced)]. A game that ends in a reset follows as one more."""
+        rewards, ended, self.unseen = np.zeros(len(actions)), [], []
+        for i, action in enumerate(actions):
+            rewards[i], ended_by = self.step_env(i, action)
+            self.episode_lengths[i] += 1
+            if ended_by:
+                ended.append((i, self.episode_returns[i].item(), self.episode_lengths[i].item(), ended_by,
+                              self.obs[i].copy()))
+        for i, *_, ended_by, _ in ended:
+            self.reset_env(i, ended_by)
+        return np.sign(rewards), ended + [(*game, self.obs[game[0]].copy()) for game in self.unseen]
+
+    def state(self):
+        """All that load_state needs, as tensors and plain Python values."""
+        games = [env.ale.cloneState(include_rng=True).__getstate__() for env in self.envs]
+        random = [env.np_random.bit_generator.state for env in self.envs]
+        return {name: torch.tensor(getattr(self, name)) for name in self.COUNTERS} | {"games": games, "random": random}
+
+    def load_state(self, state):
+        """Goes on from a state()."""
+        for name in self.COUNTERS:
+            getattr(self, name)[:] = state[name].numpy()
+        for i, env in enumerate(self.envs):
+            env.np_random.bit_generator.state = state["random"][i]
+            emulator = ale_py.ALEState.__new__(ale_py.ALEState)
+            emulator.__setstate__(state["games"][i])
+            env.ale.restoreState(emulator)
+            if env.ale.cloneState(include_rng=True).__getstate__() != state["games"][i]:
+                print(f"environment {i} can't be brought back to where it was: it starts a new episode")
+                self.reset_env(i)
+
+
+def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
+    """Orthogonal weights of gain std, constant bias (G9; baselines a2c/utils.py)."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+class Agent(nn.Module):
+    """The network of https://www.nature.com/articles/nature14236 for one frame, shared by policy and value (A9, A10),
+    on it a recurrent core: weights orthogonal, biases 0 (l1; baselines a2c/utils.py)."""
+    def __init__(self, num_actions, args):
+        super().__init__()
+        self.memory, self.parts, self.network = args.memory, 1 + (args.cell == "lstm"), nn.Sequential(
+            layer_init(nn.Conv2d(16, 32, 2)), nn.ReLU(), layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU(),
+            layer_init(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten(), layer_init(nn.Linear(3136, 512)), nn.ReLU())
+        self.cell = getattr(nn, args.cell.upper())(512, args.hidden_size)
+        for name, parameter in self.cell.named_parameters():
+            nn.init.orthogonal_(parameter) if "weight" in name else nn.init.zeros_(parameter)
+        self.actor = layer_init(nn.Linear(args.hidden_size, num_actions), 0.01)
+        self.critic = layer_init(nn.Linear(args.hidden_size, 1), 1.0)
+
+    def recur(self, x, memory, dones=None):
+        """The recurrent core over x (num_steps, n, inputs) from a memory, its state (1, an LSTM's 2, n, hidden_size).
+        Returns outputs (num_steps, n, hidden_size) and the memory after the last step; with dones, bool (num_steps, n),
+        where episodes end, outputs alone count. Then the parts of episodes lie side by side, padded, in one call."""
+        if dones is not None:
+            starts = torch.cat((torch.ones_like(dones[:1]), dones[:-1] if self.memory else torch.ones_like(dones[:-1])))
+            row, steps = starts.T.flatten().cumsum(0).view_as(dones.T).T - 1, torch.arange(len(x), device=x.device)
+            step = steps[:, None] - torch.where(starts, steps[:, None], 0).cummax(0)[0]
+            x = x.new_zeros(step.max() + 1, row.max() + 1, x.shape[2]).index_put((step, row), x)
+            memory = memory.new_zeros(len(memory), x.shape[1], memory.shape[2]).index_copy(1, row[0], memory)  # l3
+        x, memory = self.cell(x, memory.split(1) if len(memory) == 2 else memory)
+        memory = torch.cat(memory) if isinstance(memory, tuple) else memory
+        return x if dones is None else x[step, row], memory * self.memory
+
+    def heads(self, obs, memory, dones=None):
+        """obs uint8 (num_steps, n, 1, 84, 84) -> logits (num_steps, n, num_actions), values (num_steps, n), memory."""
+        x = nn.functional.pixel_unshuffle(obs.flatten(0, 1) / 255.0, 4)  # A8; on blocks of 4 x 4 the first convolution
+        x = self.network(x.contiguous(memory_format=torch.channels_last))  # is Conv2d(1, 32, 8, stride=4), and faster
+        hidden, memory = self.recur(x.view(*obs.shape[:2], -1), memory, dones)
+        return self.actor(hidden).log_softmax(2), self.critic(hidden).squeeze(2), memory
+
+    def forward(self, batch):
+        """batch: obs, actions int64 (num_steps, n), dones, memory -> logprobs, entropy, values, each (num_steps, n)."""
+        logits, values, _ = self.heads(batch["obs"], batch["memory"], batch["dones"])
+        return logits.gather(2, batch["actions"][..., None]).squeeze(2), -(logits.exp() * logits).sum(2), values
+
+    @torch.no_grad()
+    def step(self, obs, memory):
+        """heads for one step, arrays obs (n, ...) -> arrays of logits (n, ...) and values (n,), and the memory."""
+        logits, values, memory = self.heads(torch.from_numpy(obs[None]).to(memory.device), memory)
+        return logits[0].cpu().numpy(), values[0].cpu().numpy(), memory
+
+
+def rollout(agent, envs, num_steps, memory):
+    """Plays num_steps in each game (G10). Returns uint8 obs (num_steps, num_envs, 1, 84, 84), (num_steps, num_envs) of
+    int64 actions, float32 logprobs, values, rewards, bool terminations (lost lives too) and truncations, the memory
+    afterwards, and the games that ended, [(step, i, return, length, ended_by, final_obs, memory before final_obs)]."""
+    shape, episodes = (num_steps, len(envs.envs)), []
+    obs, (rewards, logprobs, values) = np.zeros((*shape, 1, 84, 84), np.uint8), np.zeros((3, *shape), np.float32)
+    terminations, truncations, actions = np.zeros(shape, bool), np.zeros(shape, bool), np.zeros(shape, int)
+    noise = -torch.empty(*shape, len(envs.action_names)).exponential_().log().numpy()
+    for step in range(num_steps):
+        obs[step] = envs.obs
+        logits, values[step], memory = agent.step(envs.obs, memory)
+        actions[step] = (logits + noise[step]).argmax(1)  # Gumbel noise: a sample of the policy
+        logprobs[step] = np.take_along_axis(logits, actions[step, :, None], 1)[:, 0]
+        rewards[step], ended = envs.step(actions[step])
+        for i, *_, ended_by, _ in ended:
+            (truncations if ended_by == "truncation" else terminations)[step, i] = True
+        episodes += [(step, *episode, memory[:, episode[0]].clone()) for episode in ended if episode[3] != "life"]
+        memory[:, terminations[step] | truncations[step]] = 0.0  # l3
+    return obs, actions, logprobs, values, rewards, terminations, truncations, memory, episodes
+
+
+def compute_advantages(rewards, values, next_values, terminations, dones, gamma, gae_lambda):
+    """Generalized advantage estimation (G2): https://arxiv.org/abs/1506.02438, baselines ppo2/runner.py.
+    All arrays (num_steps, num_envs). next_values: of the observation that truly followed each step, before any reset;
+    after a termination they don't count. The sum ends with the episode, at dones."""
+    deltas = rewards + gamma * np.where(terminations, np.float32(0), next_values) - values
+    decays = gamma * gae_lambda * ~dones
+    advantages, last = np.zeros_like(deltas), np.zeros_like(deltas[0])
+    for step in reversed(range(len(deltas))):
+        advantages[step] = last = deltas[step] + decays[step] * last
+    return advantages
+
+
+def ppo_loss(params, agent, batch, clip_coef, args):
+    """PPO's loss on a minibatch: returns it and METRICS, float32 (6,). params: the parameters as one flat tensor;
+    batch: what the agent takes, and logprobs, advantages, returns, values (num_steps, n)."""
+    views = params.split([p.numel() for p in agent.parameters()])
+    views = {name: view.view(p.shape) for (name, p), view in zip(agent.named_parameters(), views)}
+    logprobs, entropy, values = torch.func.functional_call(agent, views, (batch,))
+    logratio = logprobs - batch["logprobs"]
+    ratio = logratio.exp()
+    advantages = batch["advantages"]
+    if args.norm_adv:  # G3
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    clipped_ratio = torch.clamp(ratio, 1 - clip_coef, 1 + clip_coef)
+    policy_loss = torch.max(-advantages * ratio, -advantages * clipped_ratio).mean()  # G1
+    value_losses = (values - batch["returns"]) ** 2
+    if args.clip_vloss:  # G4
+        clipped_values = batch["values"] + torch.clamp(values - batch["values"], -clip_coef, clip_coef)
+        value_losses = torch.max(value_losses, (clipped_values - batch["returns"]) ** 2)
+    value_loss, entropy = 0.5 * value_losses.mean(), entropy.mean()
+    loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss  # G5
+    old_approx_kl, approx_kl = (-logratio).mean(), ((ratio - 1) - logratio).mean()  # joschu.net/blog/kl-approx.html
+    clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
+    return loss, torch.stack((policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac)).detach()
+
+
+def update(params, optimizer, agent, batch, lr, clip_coef, args):
+    """PPO's epochs over a batch, in place, Adam's steps for minibatches of some environments' whole rollouts (l4) from
+    their first memory (l5); returns the mean of METRICS. Flat params: clipping (G8) is one norm, Adam (G11) one."""
+    epochs = []
+    for _ in range(args.update_epochs):
+        calls = []
+        for row in torch.randperm(args.num_envs).view(args.num_minibatches, -1).to(params.device):  # G7
+            minibatch, leaf = {name: x[:, row] for name, x in batch.items()}, params.detach().requires_grad_()
+            loss, metrics = ppo_loss(leaf, agent, minibatch, clip_coef, args)
+            grads = torch.autograd.grad(loss, leaf)[0]
+            grads = grads * torch.clamp(args.max_grad_norm / (grads.norm() + 1e-6), max=1.0)
+            adam([params], [grads], [optimizer["exp_avg"]], [optimizer["exp_avg_sq"]], [], [optimizer["step"]], lr=lr,
+                 eps=1e-5, beta1=0.9, beta2=0.999, weight_decay=0.0, amsgrad=False, maximize=False, fused=True)
+            calls.append(metrics)
+        epochs.append(torch.stack(calls).mean(0))
+        if args.target_kl is not None and epochs[-1][METRICS.index("approx_kl")] > args.target_kl:  # X3
+            break
+    return torch.stack(epochs).mean(0).cpu()
+
+
+def save_checkpoint(run_dir, checkpoint, logs):
+    """Writes checkpoint.pt under a temporary name, fsyncs and renames it, so that a kill never leaves half of one."""
+    try:
+        for log in logs:
+            log.flush()
+        checkpoint["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.iterdir()}
+        with open(run_dir / "checkpoint.tmp", "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+    except (OSError, RuntimeError) as error:
+        fail(f"can't write the checkpoint ({error}): mend that, then go on with --resume {run_dir}", code=1)
+
+
+def load_checkpoint(run_dir):
+    """Reads a run's checkpoint or ends the program; weights_only, so that a stranger's file can't run code."""
+    path, script = run_dir / "checkpoint.pt", Path(__file__).name
+    try:
+        if broken := zipfile.ZipFile(path).testzip():  # torch.load doesn't look at checksums
+            raise ValueError(f"bad checksum of {broken}")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if checkpoint["script"] != script:
+            fail(f"{path} was made by {checkpoint['script']}, not by {script}: run that script")
+        return checkpoint | {"args": Args(**checkpoint["args"])}
+    except Exception as error:  # torch.load raises what it likes
+        reason = " ".join(str(error).split())[:150]
+        fail(f"{path} is missing, damaged or not of this {script} ({reason}): give another run, or start one")
+
+
+def evaluate(agent, args, video_dir=None):
+    """Plays --eval-episodes with the likeliest actions and a seed of its own; prints and returns results."""
+    envs = Envs(args.env_id, 1, (args.seed, 1), video_dir=video_dir and video_dir / "evaluation")
+    episodes, memory = [], torch.zeros(agent.parts, 1, args.hidden_size, device=agent.actor.bias.device)  # l2
+    while len(episodes) < args.eval_episodes:
+        logits, _, memory = agent.step(envs.obs, memory)
+        envs.probabilities = np.exp(logits[0] - np.logaddexp.reduce(logits[0]))
+        memory *= not (ended := envs.step(logits.argmax(1))[1])  # l3
+        episodes += [episode for episode in ended if episode[3] != "life"]
+    returns = [episode[1] for episode in episodes]
+    print(f"evaluation: {np.mean(returns):.1f} +- {np.std(returns):.1f} over {len(returns)} episodes, deterministic")
+    return {"returns": returns, "lengths": [episode[2] for episode in episodes]}
+
+
+def request_stop(signum, _frame):
+    """Ctrl-C, SIGTERM: the iteration is ended and saved first. In the first, or at a second Ctrl-C: ends at once."""
+    if iteration == progress["iteration"] or stop_signals and not stop_signals[0] == signum == signal.SIGTERM:
+        fail(f"stopped at once; --resume {run_dir} goes on from its last checkpoint, if any", code=128 + signum)
+    stop_signals.append(signum)
+
+
+if __name__ == "__main__":
+    args, checkpoint = parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+    args.num_threads = args.num_threads or torch.get_num_threads()  # all cores; resumed with as many, for equal bits
+    torch.set_num_threads(args.num_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(args.seed)
+
+    run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
+    run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
+    if not checkpoint and (run_dir / "checkpoint.pt").exists():
+        fail(f"{run_dir} exists: choose another --run-name, or go on with --resume {run_dir}")
+    video_dir = run_dir / "videos" if args.capture_video else None
+    envs = Envs(args.env_id, args.num_envs, args.seed, None if args.evaluate else video_dir, args.video_interval)
+    agent = Agent(len(envs.action_names), args).to(device)
+    params = nn.utils.parameters_to_vector(agent.parameters()).detach()
+    nn.utils.vector_to_parameters(params, agent.parameters())  # from here on they are views of one flat tensor
+    optimizer = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")} | {"step": params.new_zeros(())}
+    memory = torch.zeros(agent.parts, args.num_envs, args.hidden_size, device=device)  # l2
+    progress = {"iteration": 0, "wall_seconds": 0.0, "recent_returns": [], "wandb_id": None, "log_sizes": {}}
+    if checkpoint:
+        try:
+            progress = {name: checkpoint[name] for name in progress}
+            agent.load_state_dict(checkpoint["agent"])
+            envs.load_state(checkpoint["envs"])
+            memory[:, envs.episode_lengths > 0] = checkpoint["memory"].to(device)[:, envs.episode_lengths > 0]
+            optimizer = {name: checkpoint["optimizer"][name].to(x.device) for name, x in optimizer.items()}
+            for setter, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), checkpoint["random"]):
+                setter(state)
+        except Exception as error:  # any part may be missing or of another shape
+            fail(f"{run_dir}/checkpoint.pt is not whole ({' '.join(str(error).split())[:150]}): start a new run")
+    iteration, recent_returns = progress["iteration"], progress["recent_returns"]
+    if args.evaluate:
+        sys.exit(not evaluate(agent, args, video_dir))
+    if iteration == args.num_iterations and (run_dir / "evaluation.json").exists():
+        print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}")
+        sys.exit()
+
+    stop_signals, terminal = [], sys.stderr.isatty()
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
+    try:  # two runs started in one second must not share a folder
+        run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))
+    except OSError as error:
+        fail(f"can't make {run_dir} ({error.strerror}): choose another --run-name, or mend that")
+    for path in run_dir.iterdir():  # what was logged after the checkpoint will be logged again
+        if path.name.startswith(("events.", "episodes.csv")) and not path.is_symlink():
+            os.truncate(path, min(path.stat().st_size, progress["log_sizes"].get(path.name, 0)))
+    if not checkpoint:
+        git = ["sh", "-c", "git describe --always --dirty"]  # says nothing without git, or outside a repository
+        commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+        config = {"args": asdict(args), "command": sys.argv, "git_commit": commit, "machine": [*os.uname()],
+                  "cores": os.cpu_count(), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+                  "versions": {"python": sys.version.split()[0]} | {d.name: d.version for d in distributions()}}
+        (run_dir / "config.json").write_text(json.dumps(config, indent=2))
+        (run_dir / "episodes.csv").write_text("global_step,wall_seconds,env,return,length,ended_by\n")
+    if args.track:
+        import wandb
+        try:
+            if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
+                raise ValueError("no login")
+            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
+                       name=run_dir.name, id=progress["wandb_id"], resume="allow", dir=run_dir, sync_tensorboard=True)
+        except Exception as error:  # login, network, server
+            fail(f"--track: W&B doesn't start ({error}): run `wandb login`, or set WANDB_MODE=offline and sync later")
+    writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
+    start_time, last_line = time.time() - progress["wall_seconds"], time.time()
+    bar = tqdm(total=args.num_iterations * args.batch_size, initial=iteration * args.batch_size, unit=" steps",
+               dynamic_ncols=True, file=sys.stderr if terminal else open(os.devnull, "w"))
+
+    while True:
+        global_step, stop = iteration * args.batch_size, stop_signals or iteration == args.num_iterations
+        if stop or iteration % args.checkpoint_interval == 0:
+            numpy_random = [x.tolist() if isinstance(x, np.ndarray) else x for x in np.random.get_state()]
+            save_checkpoint(run_dir, {
+                "script": Path(__file__).name, "args": asdict(args), "iteration": iteration, "global_step": global_step,
+                "wall_seconds": time.time() - start_time, "recent_returns": recent_returns,
+                "wandb_id": wandb.run.id if args.track else None, "random": [random.getstate(), numpy_random,
+                torch.get_rng_state()], "agent": agent.state_dict(), "optimizer": optimizer, "envs": envs.state(),
+                "memory": memory}, logs=(writer, episodes_file))
+        if stop:
+            break
+        remaining = 1.0 - iteration / args.num_iterations
+        lr = torch.tensor(args.learning_rate * (remaining if args.anneal_lr else 1.0), device=device)  # G6
+        clip_coef = torch.tensor(args.clip_coef * (remaining if args.anneal_clip else 1.0), device=device)  # X1
+
+        obs, actions, logprobs, values, *rest = rollout(agent, envs, args.num_steps, memory)
+        batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "values": values, "dones": rest[1] | rest[2]}
+        batch = {k: torch.from_numpy(x).to(device) for k, x in batch.items()} | {"memory": memory}  # l5
+        rewards, terminations, truncations, memory, episodes = rest
+        final_memory = torch.stack([*memory.unbind(1), *(episode[-1] for episode in episodes)], 1)
+        final_values = agent.step(np.stack([*envs.obs, *(episode[-2] for episode in episodes)]), final_memory)[1]
+        next_values = np.concatenate((values[1:], final_values[None, : args.num_envs]))
+        for (step, i, *_), value in zip(episodes, final_values[args.num_envs :]):
+            next_values[step, i] = value
+        dones = terminations | truncations
+        ends = terminations if args.bootstrap_truncated else dones
+        advantages = compute_advantages(rewards, values, next_values, ends, dones, args.gamma, args.gae_lambda)
+        returns = advantages + values
+        batch["advantages"], batch["returns"] = (torch.tensor(x, device=device) for x in (advantages, returns))
+        metrics = update(params, optimizer, agent, batch, lr, clip_coef, args)
+        if not (torch.isfinite(metrics).all() and torch.isfinite(params).all()):
+            fail(f"iteration {iteration + 1}: the loss is not finite; {run_dir} keeps the last good checkpoint. "
+                 "Try a lower --learning-rate, or look for NaN in the environment's rewards and observations", code=1)
+
+        iteration += 1
+        for step, i, episode_return, length, ended_by, *_ in episodes:
+            step, wall_seconds = global_step + (step + 1) * args.num_envs, time.time() - start_time
+            episodes_file.write(f"{step},{wall_seconds:.2f},{i},{episode_return!r},{length},{ended_by}\n")
+            writer.add_scalar("charts/episodic_return", episode_return, step)
+            writer.add_scalar("charts/episodic_length", length, step)
+            recent_returns = [*recent_returns[-99:], episode_return]
+        global_step = iteration * args.batch_size
+        explained_variance = 1 - np.var(returns - values) / (np.var(returns) or np.nan)
+        for name, x in [*zip(METRICS, metrics), ("explained_variance", explained_variance)]:
+            writer.add_scalar(f"losses/{name}", float(x), global_step)
+        writer.add_scalar("charts/learning_rate", lr.item(), global_step)
+        writer.add_scalar("charts/SPS", int(global_step / (time.time() - start_time)), global_step)
+        bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}" if recent_returns else "", refresh=False)
+        bar.update(args.batch_size)
+        if not terminal and (time.time() - last_line > 5 or iteration == args.num_iterations):
+            print(bar, flush=True)
+            last_line = time.time()
+
+    for file in filter(None, (bar, writer, envs.video)):
+        file.close()
+    if stop_signals:
+        print(f"stopped at step {global_step}; go on with: python {Path(__file__).name} --resume {run_dir}")
+    else:
+        stop_signals.append(0)  # from here on a signal ends the program at once
+        if args.save_model:
+            torch.save(agent.state_dict(), run_dir / f"{args.exp_name.replace('/', '-')}.cleanrl_model")
+        (run_dir / "evaluation.tmp").write_text(json.dumps(evaluate(agent, args, video_dir)))
+        (run_dir / "evaluation.tmp").replace(run_dir / "evaluation.json")
+        print("written:", *sorted(str(path) for path in run_dir.rglob("*") if path.is_file()), sep="\n  ")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # for the shell of python -i
+    if stop_signals[0] and not sys.flags.interactive:
+        sys.exit(128 + stop_signals[0])
