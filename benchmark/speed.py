@@ -1,7 +1,7 @@
-"""Env steps per second of a script beside Stable-Baselines3's PPO or DDPG with the same wrappers or VecNormalize, and
-of the environment alone, which bounds both. Same hyper-parameters, in alternation, one process at a time; one CPU
-thread each for ppo_continuous_action, all cores for the others. DDPG learns from its 100th step on, and evaluates
-nothing during the run.
+"""Env steps per second of a script beside Stable-Baselines3's PPO or DDPG, or sb3-contrib's RecurrentPPO, with the same
+wrappers or VecNormalize, and of the environment alone, which bounds both. Same hyper-parameters, in alternation, one
+process at a time; one CPU thread each for ppo_continuous_action, all cores for the others. DDPG learns from its 100th
+step on, and evaluates nothing during the run.
 
     python -m benchmark.speed [SCRIPT] [--rounds 3] [--steps N] [--env-id ID] [--full] [--csv FILE]
 
@@ -30,15 +30,16 @@ DDPG_FLAGS = ["--random-steps", "100", "--learning-starts", "100", "--eval-inter
 TASKS = {
     "ppo_continuous_action": {"env_id": "HalfCheetah-v5", "rollout": 2048, "threads": 1, "steps": 61440},
     "ppo_atari": {"env_id": "BreakoutNoFrameskip-v4", "rollout": 1024, "threads": os.cpu_count(), "steps": 16384},
+    "ppo_atari_lstm": {"env_id": "BreakoutNoFrameskip-v4", "rollout": 1024, "threads": os.cpu_count(), "steps": 16384},
     "ddpg_continuous_action": {"env_id": "HalfCheetah-v5", "rollout": 100, "threads": os.cpu_count(), "steps": 5000,
                                "flags": DDPG_FLAGS},
 }
 FULL_STEPS = 1_000_000
-PACKAGES = ("torch", "gymnasium", "mujoco", "numpy", "stable-baselines3")
+PACKAGES = ("torch", "gymnasium", "mujoco", "numpy", "stable-baselines3", "sb3-contrib")
 
 
 def work_sb3(script, env_id, steps, seed):
-    """Trains SB3's PPO or DDPG with the script's default hyper-parameters; returns marks (see steady_state)."""
+    """Trains SB3's algorithm with the script's default hyper-parameters; returns marks (see steady_state)."""
     import numpy as np
     import torch
     from stable_baselines3 import DDPG, PPO
@@ -48,10 +49,13 @@ def work_sb3(script, env_id, steps, seed):
 
     marks = []
 
-    class TimedPPO(PPO):
+    class Timed:
         def train(self):  # the update: an iteration ends here
             super().train()
             marks.append((self.num_timesteps, time.time()))
+
+    class TimedPPO(Timed, PPO):
+        pass
 
     class TimedDDPG(DDPG):
         def train(self, *args, **kwargs):  # at every step: an iteration is a hundred
@@ -72,12 +76,20 @@ def work_sb3(script, env_id, steps, seed):
         return marks
     flags |= {"gae_lambda": 0.95, "vf_coef": 0.5, "max_grad_norm": 0.5}
     adam = {"optimizer_kwargs": {"eps": 1e-5}}
-    if script == "ppo_atari":
+    if script.startswith("ppo_atari"):
         import ale_py  # noqa: F401, registers the games
 
-        envs = VecFrameStack(make_atari_env(env_id, n_envs=8, seed=seed), 4)
-        model = TimedPPO("CnnPolicy", envs, learning_rate=lambda left: 2.5e-4 * left, n_steps=128, batch_size=256,
-                         n_epochs=4, clip_range=0.1, clip_range_vf=0.1, ent_coef=0.01, policy_kwargs=adam, **flags)
+        kind, policy, envs = TimedPPO, "CnnPolicy", make_atari_env(env_id, n_envs=8, seed=seed)
+        if script == "ppo_atari_lstm":
+            from sb3_contrib import RecurrentPPO
+
+            kind, policy = type("TimedRecurrentPPO", (Timed, RecurrentPPO), {}), "CnnLstmPolicy"
+            # One LSTM for policy and value, as in the script
+            adam |= {"lstm_hidden_size": 128, "shared_lstm": True, "enable_critic_lstm": False}
+        else:
+            envs = VecFrameStack(envs, 4)
+        model = kind(policy, envs, learning_rate=lambda left: 2.5e-4 * left, n_steps=128, batch_size=256,
+                     n_epochs=4, clip_range=0.1, clip_range_vf=0.1, ent_coef=0.01, policy_kwargs=adam, **flags)
     else:
         nets = {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": torch.nn.Tanh, "ortho_init": True,
                 "log_std_init": 0.0}
@@ -96,7 +108,7 @@ def work_env(script, env_id, steps, seed):
     import numpy as np
 
     rng = np.random.default_rng(seed)
-    if script == "ppo_atari":
+    if script.startswith("ppo_atari"):
         import ale_py  # noqa: F401, registers the games
 
         env = gym.make(env_id, frameskip=1, disable_env_checker=True).unwrapped
@@ -214,7 +226,7 @@ def tables(rows):
         found = ratios(rows, *which)
         lines.append(f"| {name} | {spread(found, '.2f')} | {', '.join(f'{x:.2f}' for x in found)} |")
     return "\n".join([*lines, "", "steps/s: steady state. 1M steps: whole process, projected from its wall time and "
-                      "steps/s. PlainRL compiles in the first round, and finds that in the compiler's cache later."])
+                      "steps/s. What PlainRL compiles in the first round it finds in the compiler's cache later."])
 
 
 def machine():
