@@ -15,7 +15,7 @@ from matplotlib.ticker import EngFormatter
 from benchmark.collect import write_csv
 
 INK, PAPER = "#010203", "#ffffff"  # what becomes the text's colour, and nothing, in the page
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's, which all eyes tell apart
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's: all eyes tell them apart
 STYLES = ("-", "-.", ":")  # of further variants, when the colours are used up; dashed are unfinished runs
 MARKERS = "osD^vPX*<>"
 SETTINGS = {
@@ -24,7 +24,7 @@ SETTINGS = {
     "axes.spines.top": False, "axes.spines.right": False, "grid.color": INK, "grid.alpha": 0.15, "axes.grid": True,
     "legend.frameon": False, "axes.facecolor": PAPER, "figure.facecolor": PAPER, "axes.axisbelow": True,
 }
-WIDTH = 5.6  # inches
+WIDTH = 4.8  # inches
 
 
 def save(figure, rows, folder, name, title):
@@ -50,7 +50,8 @@ def inline(svg, name, title):
 
 
 def fill(text, width):
-    return textwrap.fill(text, width, break_on_hyphens=False)
+    """text in lines of width letters; a mean and its deviation stay together."""
+    return textwrap.fill(text.replace(" +- ", "\u00a0+-\u00a0"), width, break_on_hyphens=False)
 
 
 def unit_of(seconds):
@@ -64,22 +65,23 @@ def draw_curves(grid, curves, lines, looks, x_label, center):
     lines: [(label, published mean)]; looks: {variant: (colour, line style)}."""
     unit, scale = unit_of(grid[-1]) if x_label == "wall time" else ("", 1)
     with matplotlib.rc_context(SETTINGS):
-        labels = [fill(label, 60) for label, _ in lines]
-        names = {variant: fill(f"{variant} ({curve['count']} finished)", 60) for variant, curve in curves.items()}
+        labels = [fill(label, 50) for label, _ in lines]
+        names = {variant: fill(f"{variant} ({curve['count']} finished)", 50) for variant, curve in curves.items()}
         height = 3.3 + 0.19 * sum(label.count("\n") + 1 for label in [*labels, *names.values()])
         figure = Figure((WIDTH, height), layout="constrained")
         axes, rows = figure.add_subplot(), []
         for variant, curve in curves.items():
             color, style = looks[variant]
             for run, values, finished in curve["runs"]:
-                axes.plot(grid / scale, values, "-" if finished else "--", color=color, lw=0.8, alpha=0.4)
+                axes.plot(grid / scale, values, "-" if finished else "--", color=color, lw=0.8,
+                          alpha=0.4 if finished else 0.8)
                 rows += curve_rows(x_label, grid, variant, run, values)
             values, low, high = curve["center"]
             axes.fill_between(grid / scale, low, high, color=color, alpha=0.2, lw=0)
             axes.plot(grid / scale, values, style, color=color, lw=2, label=names[variant])
             rows += curve_rows(x_label, grid, variant, center, values, low, high)
         for (label, mean), text, i in zip(lines, labels, range(len(lines))):
-            axes.axhline(mean, color=INK, lw=0.8, ls=(i % 3, (4, 3)), alpha=0.7, marker=MARKERS[i % len(MARKERS)], ms=5,
+            axes.axhline(mean, color=INK, lw=0.8, ls=(0, (4, 3)), alpha=0.7, marker=MARKERS[i % len(MARKERS)], ms=5,
                          markevery=[1], clip_on=False, label=text)
             rows.append(row_of(x_label, "", "published", label, mean))
         axes.set(xlabel=f"{x_label}{', ' * bool(unit)}{unit}", ylabel="return", xlim=(0, grid[-1] / scale))
@@ -91,7 +93,8 @@ def draw_curves(grid, curves, lines, looks, x_label, center):
 
 
 def row_of(x_label, x, variant, series, value, low="", high=""):
-    return {x_label.replace(" ", "_"): x, "variant": variant, "series": series, "value": value, "low": low, "high": high}
+    return {x_label.replace(" ", "_"): x, "variant": variant, "series": series, "value": value, "low": low,
+            "high": high}
 
 
 def curve_rows(x_label, grid, variant, series, values, low=None, high=None):
@@ -102,12 +105,13 @@ def curve_rows(x_label, grid, variant, series, values, low=None, high=None):
             if cells[0] != ""]
 
 
-def draw_intervals(rows, looks, x_label, reference=None, bars=False):
+def draw_intervals(rows, looks, x_label, reference=None, bars=False, limits=None):
     """A point or bar with its interval for each of rows, {"name", "variant", "value", "low", "high"}; a vertical line
-    at reference -> figure."""
+    at reference; limits: of the horizontal axis -> figure."""
     with matplotlib.rc_context(SETTINGS):
-        names = [fill(row["name"], 30) for row in rows]
-        figure = Figure((WIDTH, 1.0 + sum(0.16 + 0.17 * (name.count("\n") + 1) for name in names)), layout="constrained")
+        names = [fill(row["name"], 26) for row in rows]
+        height = 1.0 + sum(0.16 + 0.17 * (name.count("\n") + 1) for name in names)
+        figure = Figure((WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
         if reference is not None:
             axes.axvline(reference, color=INK, lw=1)
@@ -119,7 +123,7 @@ def draw_intervals(rows, looks, x_label, reference=None, bars=False):
                 axes.plot(row["value"], i, "o", color=color, ms=7)
             axes.plot([row["low"], row["high"]], [i, i], color=INK if bars else color, lw=2, solid_capstyle="butt")
         axes.set_yticks(range(len(rows)), names, fontsize=9)
-        axes.set(xlabel=x_label, ylim=(len(rows) - 0.4, -0.6))
+        axes.set(xlabel=x_label, ylim=(len(rows) - 0.4, -0.6), xlim=limits)
         axes.grid(axis="y", visible=False)
     return figure
 
@@ -127,7 +131,7 @@ def draw_intervals(rows, looks, x_label, reference=None, bars=False):
 def draw_profile(taus, profiles, looks, x_label):
     """Share of runs above each of taus. profiles: {variant: (value, low, high)} -> (figure, rows of its CSV)."""
     with matplotlib.rc_context(SETTINGS):
-        names = {variant: fill(variant, 60) for variant in profiles}
+        names = {variant: fill(variant, 50) for variant in profiles}
         height = 3.1 + 0.19 * sum(name.count("\n") + 1 for name in names.values())
         figure = Figure((WIDTH, height), layout="constrained")
         axes, rows = figure.add_subplot(), []

@@ -9,8 +9,6 @@ beside it where that is a folder of runs. Runs of one environment that share scr
 """
 
 import argparse
-import html
-import re
 import shlex
 import sys
 import time
@@ -21,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmark.figures import COLORS, STYLES, draw_curves, draw_intervals, draw_profile, save, unit_of
+from benchmark.page import REFRESH, slug, to_html, to_markdown, write
 from benchmark.runs import (
     differences,
     name_variants,
@@ -36,50 +35,47 @@ from benchmark.sweep import refuse
 GRID, WINDOW = 101, 0.05  # points of a curve; part of the axis over which a point of it is the mean
 FEW = 10  # seeds below which an interval is too narrow
 CENTER_NAMES = {"iqm": "IQM", "mean": "mean"}
-REFRESH = '<meta http-equiv="refresh" content="{}">\n'
-STYLE = """
-:root { color-scheme: light dark; --line: #8886; --warn: #e69f0033; }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 0 1rem 3rem; max-width: 92rem;
-       background: Canvas; color: CanvasText; overflow-wrap: anywhere; }
-h1, h2, h3 { line-height: 1.2; } h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--line); }
-nav a { display: inline-block; margin-right: 1rem; }
-p, figcaption { max-width: 48rem; } .warning { background: var(--warn); padding: .5rem .75rem; border-radius: 4px; }
-.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 1.5rem; }
-figure { margin: 0; min-width: 0; } figure svg { display: block; width: 100%; max-width: 44rem; height: auto; }
-figcaption { font-size: .85rem; }
-.table { overflow-x: auto; margin: 1rem 0; }
-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-th, td { text-align: left; vertical-align: top; padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); }
-th { white-space: nowrap; } .numbers td:not(:first-child, :last-child) { white-space: nowrap; }
-td { min-width: 3rem; max-width: 36rem; }
-"""
 
-
-def number(x):
-    """A return to read: 1,443, 88.8 or -6.71."""
-    return f"{x:,.{0 if abs(x) >= 1000 else 1 if abs(x) >= 10 else 2}f}"
+def number(x, like=None):
+    """A return to read: 1,443, 88.8 or -6.71; with as many digits as like would have, if that is given."""
+    size = abs(x if like is None else like)
+    return f"{x:,.{0 if size >= 1000 else 1 if size >= 10 else 2}f}"
 
 
 def with_interval(value, low, high):
-    return f"{number(value)} [{'one seed' if np.isnan(low) else f'{number(low)}, {number(high)}'}]"
+    size = np.nanmax(np.abs([value, low, high]))
+    bounds = "one seed" if np.isnan(low) else f"{number(low, size)}, {number(high, size)}"
+    return f"{number(value, size)} [{bounds}]"
 
 
 def mean_std(values):
-    return f"{number(np.mean(values))} +- {number(np.std(values))}" if values else "-"
+    return f"{number(np.mean(values))} +- {number(np.std(values), np.mean(values))}" if len(values) else "-"
 
 
-def slug(text):
-    """text as a part of a file's name and of an id in the page."""
-    return re.sub(r"[^\w.-]+", "-", text)
+def published_score(row):
+    mean = float(row["mean"])
+    return number(mean) + (f" +- {number(float(row['std']), mean)}" if row["std"] else "")
+
+
+def published_version(row, env_id):
+    """"v4 not v5": the version that a published score is of, and ours where that is another."""
+    theirs, ours = split_version(row["env_id"])[1], split_version(env_id)[1]
+    return f"{theirs} not {ours}" if theirs != ours else theirs
 
 
 def published_label(row, env_id, with_algorithm):
-    """What a published score is: source, the environment's version, the score, and what was measured."""
-    version = split_version(row["env_id"])[1] or row["env_id"]
-    mean = f"{number(float(row['mean']))}" + (f" +- {number(float(row['std']))}" if row["std"] else "")
     metric = "" if row["metric"] == "last 100 training episodes" else f" ({row['metric']})"
-    other = "" if row["env_id"] == env_id else ", another version"
-    return f"{row['algorithm'] + ', ' if with_algorithm else ''}{row['source']}, {version}{other}: {mean}{metric}"
+    version = published_version(row, env_id)
+    algorithm = f"{row['algorithm']}, " if with_algorithm else ""
+    return f"{algorithm}{row['source']}, {version}: {published_score(row)}{metric}"
+
+
+def published_row(row, env_id):
+    """The cells of a published score in the table of an environment."""
+    evaluated = "evaluation" in row["metric"]
+    last_100, evaluation = ("-", published_score(row)) if evaluated else (published_score(row), "-")
+    return (row["source"], row["seeds"], last_100, "-", evaluation, "-", "-",
+            f"{row['algorithm']}, {published_version(row, env_id)}; {row['metric']}")
 
 
 class Report:
@@ -104,7 +100,7 @@ class Report:
 
     def add_figure(self, name, title, caption, figure, rows):
         svg = save(figure, rows, self.folder / "figures", slug(name), title)
-        self.files += [self.folder / "figures" / f"{slug(name)}{end}" for end in (".png", ".svg", ".csv")]
+        self.files.append(self.folder / "figures" / f"{slug(name)}.{{png,svg,csv}}")
         self.add("figure", slug(name), title, caption, svg)
 
     def warn(self, text):
@@ -118,7 +114,7 @@ class Report:
 
     def add_head(self):
         states = Counter(run.state for run in self.runs)
-        self.add("h1", "Report of " + " and ".join(self.env_ids[:3]) + " and others" * (len(self.env_ids) > 3))
+        self.add("h1", "Report of " + ", ".join(self.env_ids[:3]) + " and others" * (len(self.env_ids) > 3))
         counts = ", ".join(f"{n} {state}" for state, n in sorted(states.items()))
         self.add("p", f"{len(self.runs)} runs: {counts}; drawn on {time.strftime('%Y-%m-%d at %H:%M')}. Averages, "
                       "intervals and statistics are of finished runs only.")
@@ -129,7 +125,7 @@ class Report:
                       "are too narrow, the true value is outside of them more often than once in twenty times.")
         if rows := differences(self.runs) + [("damaged", "1", trouble) for trouble in self.troubles]:
             self.add("h2", "Runs that differ")
-            self.add("table", ("what", "runs", "which"), rows, False)
+            self.add("table", ("what", "runs", "which"), rows, "")
 
     def add_environment(self, env_id):
         runs = [run for run in self.runs if run.env_id == env_id]
@@ -143,35 +139,37 @@ class Report:
         for x_label in ("steps", "wall time"):
             self.add_curves(env_id, runs, variants, lines, x_label)
         self.add_notes(env_id, runs, rows)
-        header = ("variant", "seeds", "last 100 episodes", "their IQM [interval]", "evaluation", "steps/s", "wall time",
-                  "published")
-        self.add("table", header, [self.table_row(env_id, variant, runs, found) for variant in variants], True)
+        header = ("variant or source", "seeds", "last 100 episodes", "their IQM [interval]", "evaluation", "steps/s",
+                  "wall time", "published for")
+        ours = [self.table_row(env_id, variant, [run for run in runs if run.variant == variant])
+                for variant in variants]
+        lines = [header, *ours, *(published_row(row, env_id) for row in rows)]
+        lines = lines if rows else [line[:-1] for line in lines]
+        self.add("table", lines[0], lines[1:], "numbers")
 
     def add_notes(self, env_id, runs, rows):
         """What makes published scores incomparable."""
-        if versions := sorted({split_version(row["env_id"])[1] for row in rows if row["env_id"] != env_id}):
-            self.add("p", f"Published scores are of {', '.join(versions)} where their label says so, these runs are of "
-                          f"{split_version(env_id)[1]}: another version is another environment, so they orient more "
-                          "than they compare.")
+        theirs = {split_version(row["env_id"])[1] for row in rows} - {ours := split_version(env_id)[1]}
+        if theirs:
+            self.add("p", f"Published scores of {', '.join(sorted(theirs))} are beside runs of {ours}: another version "
+                          "is another environment, so they orient more than they compare.")
         steps = {int(row["total_timesteps"]) for row in rows}
-        ours = {run.planned_steps for run in runs if run.planned_steps}
-        if steps and ours != steps:
-            self.add("p", f"Published scores are of {' or '.join(f'{n:,}' for n in sorted(steps))} steps, these runs of "
-                          f"{' or '.join(f'{n:,}' for n in sorted(ours))}.")
+        own = {run.planned_steps for run in runs if run.planned_steps}
+        if steps and own != steps:
+            theirs, ours = (" or ".join(f"{n:,}" for n in sorted(numbers)) for numbers in (steps, own))
+            self.add("p", f"Published scores are of {theirs} steps, these runs of {ours or 'an unknown number'}.")
 
-    def table_row(self, env_id, variant, runs, found):
-        group = [run for run in runs if run.variant == variant]
+    def table_row(self, env_id, variant, group):
+        """The cells of a variant's runs."""
         done, scores = [run for run in group if run.state == "finished"], self.scores(env_id, variant)
         seeds = str(len(done)) if len(done) == len(group) else f"{len(done)} of {len(group)}"
-        rows = [run.row for run in done]
         iqm = with_interval(*aggregate([scores], CENTERS["iqm"])) if len(scores) else "-"
-        walls = [row["wall_seconds"] for row in rows if row["wall_seconds"] != ""]
+        evaluations, walls, speeds = ([run.row[name] for run in done if run.row[name] != ""]
+                                      for name in ("evaluation_mean", "wall_seconds", "steps_per_second"))
         unit, scale = unit_of(np.median(walls)) if walls else ("", 1)
-        speeds = [row["steps_per_second"] for row in rows if row["steps_per_second"] != ""]
-        return (variant, seeds, mean_std(list(scores)), iqm, mean_std([row["evaluation_mean"] for row in rows]),
+        return (variant, seeds, mean_std(scores), iqm, mean_std(evaluations),
                 f"{np.median(speeds):,.0f}" if speeds else "-",
-                f"{np.median(walls) / scale:.1f} {unit}" if walls else "-",
-                "\n".join(published_label(row, env_id, False) for row in found[group[0].script]) or "-")
+                f"{np.median(walls) / scale:.1f} {unit}" if walls else "-", "")
 
     def add_curves(self, env_id, runs, variants, lines, x_label):
         """Smooths the runs' returns, averages those of finished runs as far as all of them go, and draws them."""
@@ -181,7 +179,7 @@ class Report:
         if not begun:
             self.add("p", f"No episode has ended yet: no return against {x_label}.")
             return
-        grid, curves = np.linspace(0, max(ends), GRID), {}
+        grid, curves = np.linspace(0, max(ends) or 1, GRID), {}
         smoothed = [(run, smooth(run.at[x_label], run.returns, grid, WINDOW * grid[-1], end))
                     for run, end in zip(begun, ends)]
         for variant in variants:
@@ -191,9 +189,9 @@ class Report:
                                "center": estimate_curve(done, CENTERS[self.center]), "count": len(done)}
         figure, rows = draw_curves(grid, curves, lines, self.looks, x_label, self.center)
         self.add_figure(f"{env_id}_{x_label}", f"{env_id}: return against {x_label}",
-                        f"Each point is the mean return of the training episodes in the {WINDOW:.0%} of the axis before "
-                        f"it. Thick: {CENTER_NAMES[self.center]} over the finished seeds, as far as all of them go, with "
-                        "its interval; thin: single seeds, dashed where unfinished.", figure, rows)
+                        f"Each point is the mean return of the training episodes in the {WINDOW:.0%} of the axis "
+                        f"before it. Thick: {CENTER_NAMES[self.center]} over the finished seeds, as far as all of them "
+                        "go, with its interval; thin: single seeds, dashed where unfinished.", figure, rows)
 
     def add_comparison(self):
         """Statistics over environments, and of variants against each other."""
@@ -215,12 +213,15 @@ class Report:
         if any(set(of_envs) != set(env_ids) for of_envs in raw.values()):
             self.warn("Not all variants have finished runs in the same environments: the aggregate and the profile of "
                       "each are over its own, so compare them only where those are the same.")
-        self.add_aggregate(scaled)
-        self.add_improvement(scaled)
+        tables = [self.add_aggregate(scaled), self.add_improvement(scaled)]
         for script, mark in sorted({(run.script, run.mark) for run in self.runs}):
-            self.add_ablation(script, mark, raw, scaled)
+            tables.append(self.add_ablation(script, mark, raw, scaled))
+        for header, rows in tables:
+            if rows:
+                self.add("table", header, rows, "numbers")
 
     def add_aggregate(self, scaled):
+        """The aggregate's figure and the performance profile's -> (header, rows) of a table."""
         center = CENTERS[self.center]
         rows = [row_of(variant, variant, of_envs, aggregate(list(of_envs.values()), center))
                 for variant, of_envs in scaled.items()]
@@ -233,25 +234,25 @@ class Report:
         figure, points = draw_profile(taus, profiles, self.looks, "normalised score tau")
         self.add_figure("profile", "Performance profile", "Share of runs whose normalised score is above tau, with its "
                         "interval: higher is better.", figure, points)
-        self.add_rows(("variant", "environments", label), rows)
+        return ("variant", "environments", f"{label} [interval]"), [cells(row) for row in rows]
 
     def add_improvement(self, scaled):
-        """A row for each pair of variants that have environments in common."""
-        rows = []
+        """The figure of all pairs of variants that have environments in common -> (header, rows) of a table."""
+        rows, label = [], "probability that a run of the first is better"
         for x, y in combinations(scaled, 2):
             if common := [env_id for env_id in scaled[x] if env_id in scaled[y]]:
                 found = improvement([scaled[x][env_id] for env_id in common], [scaled[y][env_id] for env_id in common])
                 rows.append(row_of(f"{x} > {y}", x, common, found))
         if rows:
-            label = "probability that a run of the first is better"
             self.add_figure("improvement", "Probability of improvement", "Probability that a run of the first variant "
                             "has a higher score than one of the second, ties counting half (Mann-Whitney U), averaged "
                             "over the environments that both have, with its interval; at 0.5 neither is better.",
-                            draw_intervals(rows, self.looks, label, 0.5), rows)
-            self.add_rows(("variants", "environments", label), rows)
+                            draw_intervals(rows, self.looks, label, 0.5, limits=(-0.03, 1.03)), rows)
+        return ("variants", "environments", f"{label} [interval]"), [cells(row) for row in rows]
 
     def add_ablation(self, script, mark, raw, scaled):
-        """What each variant of a script gains on the script's defaults, in each environment and over all."""
+        """Figures of what each variant of a script gains on its defaults, in each environment and over all -> (header,
+        rows) of a table."""
         base, center = f"{script}{mark}", CENTERS[self.center]
         variants = list(dict.fromkeys(run.variant for run in self.runs if (run.script, run.mark) == (script, mark)))
         others = sorted(variant for variant in variants if variant != base and variant in raw)
@@ -272,11 +273,7 @@ class Report:
                                 f"{where}: {label}, with its interval.",
                                 draw_intervals(rows, self.looks, f"{unit}: {label}", 0.0, bars=True), rows)
                 table += [(where, *cells(row)) for row in rows]
-        if table:
-            self.add("table", ("environment", "variant", "environments", f"difference to {base}"), table, True)
-
-    def add_rows(self, header, rows):
-        self.add("table", header, [cells(row) for row in rows], True)
+        return ("where", "variant", "environments", f"difference to {base} [interval]"), table
 
     def add_runs(self):
         self.add("h2", "Every run")
@@ -288,7 +285,7 @@ class Report:
             values = [row[name] if row[name] == "-" else form(row[name]) for name, form in FORMS.items()]
             rows.append((run.name, run.env_id, run.variant, str(run.seed), run.state, *values[:5],
                          without_paths(values[5]), values[6], run.machine or "-", values[7]))
-        self.add("table", header, rows, False)
+        self.add("table", header, rows, "runs")
 
 
 FORMS = {"steps": "{:,}".format, "last_100": number, "evaluation_mean": number, "steps_per_second": "{:,.0f}".format,
@@ -312,68 +309,6 @@ def row_of(name, variant, env_ids, found):
 
 def cells(row):
     return row["name"], str(row["environments"]), with_interval(row["value"], row["low"], row["high"])
-
-
-def html_table(header, rows, numbers):
-    """numbers: whether all columns but the first and the last are short and not to be broken."""
-    def line(values, tag):
-        return "".join(f"<{tag}>{html.escape(value)}</{tag}>".replace("\n", "<br>") for value in values)
-    body = "".join(f"<tr>{line(row, 'td')}</tr>\n" for row in rows)
-    return (f'<div class="table" tabindex="0"><table{" class=numbers" * numbers}><thead><tr>{line(header, "th")}</tr>'
-            f"</thead><tbody>\n{body}</tbody></table></div>")
-
-
-def to_html(blocks, refresh_s):
-    """The page; it loads itself anew every refresh_s seconds, if that is not None."""
-    parts, figures = [], []
-    heads = [block[1] for block in blocks if block[0] == "h2"]
-    for kind, *block in blocks:
-        if kind == "figure":
-            name, _, caption, svg = block
-            figures.append(f'<figure id="{html.escape(name)}">{svg}<figcaption>{html.escape(caption)} Data: '
-                           f"figures/{html.escape(name)}.csv</figcaption></figure>")
-            continue
-        if figures:
-            parts, figures = [*parts, '<div class="figures">', *figures, "</div>"], []
-        if kind == "table":
-            parts.append(html_table(*block))
-        elif kind == "h2":
-            parts.append(f'<h2 id="{slug(block[0])}">{html.escape(block[0])}</h2>')
-        elif kind == "warning":
-            parts.append(f'<p class="warning"><strong>Warning.</strong> {html.escape(block[0])}</p>')
-        else:
-            parts.append(f"<{kind}>{html.escape(block[0])}</{kind}>")
-        if kind == "h1":
-            parts.append("<nav>" + " ".join(f'<a href="#{slug(h)}">{html.escape(h)}</a>' for h in heads) + "</nav>")
-    title = next(html.escape(block[1]) for block in blocks if block[0] == "h1")
-    return ('<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"{REFRESH.format(refresh_s) if refresh_s else ''}<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n"
-            f"<body>\n{chr(10).join(parts)}\n</body>\n</html>\n")
-
-
-def to_markdown(blocks):
-    def text(value):
-        return html.escape(value, quote=False).replace("|", "\\|").replace("\n", "; ")
-    lines = []
-    for kind, *block in blocks:
-        if kind == "figure":
-            lines.append(f"![{text(block[1])}](figures/{block[0]}.png)\n\n{text(block[2])}")
-        elif kind == "table":
-            header, rows, numbers = block
-            rule = [" --- "] + ["---:" if numbers else " --- "] * (len(header) - 2) + [" --- "]
-            lines.append("\n".join([f"| {' | '.join(map(text, header))} |", f"|{'|'.join(rule)}|",
-                                    *(f"| {' | '.join(map(text, row))} |" for row in rows)]))
-        else:
-            lines.append({"h1": "# ", "h2": "## ", "warning": "**Warning.** "}.get(kind, "") + text(block[0]))
-    return "\n\n".join(lines) + "\n"
-
-
-def write(path, text):
-    """Writes a file that is whole at any time, for a browser that loads it anew."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    part.replace(path)
 
 
 def draw(args, folder):
@@ -423,12 +358,11 @@ def main():
             time.sleep(args.interval)
             report, ended = draw(args, folder)
     except OSError as error:
-        refuse(f"can't write the report: {error}")
+        refuse(f"can't draw the report: {error}")
     except KeyboardInterrupt:
         page = folder / "report.html"
-        if page.exists():  # nothing draws it anew from now on
+        if args.watch and page.exists():  # nothing draws it anew from now on
             write(page, page.read_text().replace(REFRESH.format(args.interval), ""))
-        print(f"stopped: {page}")
         sys.exit(130)
     print(*(f"warning: {warning}" for warning in report.warnings), sep="\n", end="\n" * bool(report.warnings),
           file=sys.stderr)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmark.collect import ROOT, changed_flags, read_episodes, read_run, script_defaults
+from benchmark.sweep import ENDS
 from benchmark.worker import last_line, read_job, read_json
 
 DAMAGE = (OSError, ValueError, KeyError, TypeError)  # what a damaged or half-written folder makes its readers raise
@@ -42,7 +43,7 @@ class Run:
 
     @property
     def score(self):
-        """Mean return of the last 100 training episodes of a finished run; None for others, and where it isn't finite."""
+        """Mean return of a finished run's last 100 training episodes; None for others, and where it isn't finite."""
         value = self.row.get("last_100", "")
         return float(value) if self.state == "finished" and value != "" and np.isfinite(value) else None
 
@@ -107,12 +108,13 @@ def read_sweep(folder):
         try:
             run = read_begun(folder / "runs" / name) if name in begun else None
         except DAMAGE as error:
-            damage = f"{name}: not a run, damaged or just begun ({type(error).__name__}: {error})"
+            if name not in plan or job["state"] in ENDS:  # else it has just begun
+                damage = f"{name}: not a run, or damaged ({type(error).__name__}: {error})"
         if run is None and name in plan:
             script, words = plan[name]["script"], plan[name]["words"]
             run = Run(name, Path(script).stem, planned_args(script_defaults([script]), words), job["state"])
         if run and name in plan:
-            run.state = job["state"]
+            run.state = job["state"] if job["state"] != "finished" else run.row.get("status", "unfinished")
             note = job["error"] or (last_line(folder / "logs" / f"{name}.log") if run.state == "failed" else "")
             run.note = without_paths(note)
         runs += [run] if run else []
@@ -157,8 +159,9 @@ def name_variants(runs, others):
     everything = runs + others
     for script in {run.script for run in everything}:
         same = [run for run in everything if run.script == script]
+        known = [run for run in same if run.row] or same  # of one that hasn't begun not all flags may be known
         defaults = script_defaults([script]) or {
-            name: x for name, x in same[0].args.items() if all(run.args.get(name) == x for run in same)}
+            name: x for name, x in known[0].args.items() if all(run.args.get(name) == x for run in known)}
         for run in same:
             args = {name: x for name, x in run.args.items() if name not in (*RUN_ONLY, "total_timesteps")}
             run.variant = without_paths(f"{script} {changed_flags(args, defaults)}".rstrip())
@@ -177,7 +180,7 @@ def name_variants(runs, others):
 def mark_of(runs, others):
     """What tells the others from the runs: their git commit, where they have one of their own, or "compared"."""
     commits, theirs = ({run.row["git_commit"] for run in group if run.row} for group in (runs, others))
-    return theirs.pop() if len(theirs) == 1 and not theirs & commits else "compared"
+    return theirs.pop() if len(theirs) == 1 and not theirs & (commits | {"unknown"}) else "compared"
 
 
 def differences(runs):
@@ -187,7 +190,7 @@ def differences(runs):
         group = [run for run in runs if run.state == state]
         begun, rest = [run for run in group if run.row], [run for run in group if not run.row]
         if state == "failed":
-            rows += [("failed", "1", f"{run.name}{progress(run)}: {run.note or 'its log says nothing'}") for run in group]
+            rows += [("failed", "1", f"{run.name}{progress(run)}: {run.note or 'its log is empty'}") for run in group]
             continue
         if begun:
             what = {"waiting": "stopped, to be resumed", "unfinished": "unfinished: stopped or running"}
