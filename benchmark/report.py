@@ -118,11 +118,12 @@ class Report:
         counts = ", ".join(f"{n} {state}" for state, n in sorted(states.items()))
         self.add("p", f"{len(self.runs)} runs: {counts}; drawn on {time.strftime('%Y-%m-%d at %H:%M')}. Averages, "
                       "intervals and statistics are of finished runs only.")
-        few = {env_id: n for env_id in self.env_ids for variant in self.variants
-               if 0 < (n := len(self.scores(env_id, variant))) < FEW}
+        few = [(n, env_id) for env_id in self.env_ids for variant in self.variants
+               if 0 < (n := len(self.scores(env_id, variant))) < FEW]
         if few:
-            self.warn(f"Fewer than ten seeds, {min(few.values())} at the least ({', '.join(few)}): the intervals here "
-                      "are too narrow, the true value is outside of them more often than once in twenty times.")
+            where = ", ".join(dict.fromkeys(env_id for _, env_id in few))
+            self.warn(f"Fewer than ten seeds, {min(few)[0]} at the least ({where}): the intervals here are too narrow, "
+                      "the true value is outside of them more often than once in twenty times.")
         if rows := differences(self.runs) + [("damaged", "1", trouble) for trouble in self.troubles]:
             self.add("h2", "Runs that differ")
             self.add("table", ("what", "runs", "which"), rows, "")

@@ -150,7 +150,7 @@ def read_runs(paths, out):
 
 def without_paths(text):
     """text with the absolute paths in it cut to their last part."""
-    return re.sub(r"(?<![\w.:/-])(?:/[\w.@+-]+)+", lambda found: found[0].rsplit("/", 1)[1], text)
+    return re.sub(r"(?<![^\s'\"=(:,\[])(?:/[\w.@+-]+)+", lambda found: found[0].rsplit("/", 1)[1], text)
 
 
 def name_variants(runs, others):
