@@ -377,7 +377,7 @@ def test_report_curves(big):
     rows = read_csv(big.folder / "figures" / "CartPole-v1_steps.csv")
     ends = {row["series"]: row for row in rows if row["variant"] == "vpg"}
     assert (ends["run3"]["steps"], ends["run3"]["value"]) == ("7920.0", "30.0")  # of a grid of 90, up to 9,000
-    assert ends["run4"]["value"] == "3.0" and float(ends["run4"]["steps"]) <= 3000
+    assert (ends["run4"]["steps"], ends["run4"]["value"]) == ("2970.0", "2.0")
     assert [float(ends["iqm"][name]) for name in ("value", "low", "high")] == [20, 10, 30]
     walls = read_csv(big.folder / "figures" / "CartPole-v1_wall-time.csv")
     assert max(float(row["wall_time"]) for row in walls if row["series"] == "run3") == 4
