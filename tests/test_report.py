@@ -380,7 +380,7 @@ def test_report_curves(big):
     assert (ends["run4"]["steps"], ends["run4"]["value"]) == ("2970.0", "2.0")
     assert [float(ends["iqm"][name]) for name in ("value", "low", "high")] == [20, 10, 30]
     walls = read_csv(big.folder / "figures" / "CartPole-v1_wall-time.csv")
-    assert max(float(row["wall_time"]) for row in walls if row["series"] == "run3") == 4
+    assert max(float(row["wall_time"]) for row in walls if row["series"] == "run3") == 3.96  # the grid ends at 4.5 s
 
 
 def test_unfinished_curves_are_dashed():
