@@ -175,14 +175,11 @@ class Report:
     def add_curves(self, env_id, runs, variants, lines, x_label):
         """Smooths the runs' returns, averages those of finished runs as far as all of them go, and draws them."""
         begun = [run for run in runs if len(run.returns)]
-        ends = [run.planned_steps if x_label == "steps" and run.state == "finished" and run.planned_steps
-                else run.at[x_label][-1] for run in begun]
         if not begun:
             self.add("p", f"No episode has ended yet: no return against {x_label}.")
             return
-        grid, curves = np.linspace(0, max(ends) or 1, GRID), {}
-        smoothed = [(run, smooth(run.at[x_label], run.returns, grid, WINDOW * grid[-1], end))
-                    for run, end in zip(begun, ends)]
+        grid, curves = np.linspace(0, max(run.at[x_label][-1] for run in begun) or 1, GRID), {}
+        smoothed = [(run, smooth(run.at[x_label], run.returns, grid, WINDOW * grid[-1])) for run in begun]
         for variant in variants:
             mine = [(run, values) for run, values in smoothed if run.variant == variant]
             done = np.array([values for run, values in mine if run.score is not None]).reshape(-1, GRID)

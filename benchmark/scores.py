@@ -18,15 +18,15 @@ def iqm(x, axis=None):
 CENTERS = {"iqm": iqm, "mean": np.mean}
 
 
-def smooth(at, returns, grid, window, end):
+def smooth(at, returns, grid, window):
     """A run's return along a grid: at each point the mean of the episodes that ended in (point - window, point], of
     the last one before where there is none. at: (episodes,) steps or seconds at which they ended, ascending; returns:
-    (episodes,); end: steps or seconds of the run -> (len(grid),), nan before the first episode and after end."""
+    (episodes,) -> (len(grid),), nan before the first episode and after the last."""
     last = np.searchsorted(at, grid, side="right")
     first = np.clip(np.searchsorted(at, grid - window, side="right"), 0, np.maximum(last - 1, 0))
     sums = np.concatenate([[0.0], np.cumsum(returns)])
     mean = (sums[last] - sums[first]) / np.maximum(last - first, 1)
-    return np.where((last > 0) & (grid <= end), mean, np.nan)
+    return np.where((last > 0) & (grid <= at[-1]), mean, np.nan)
 
 
 def interval(samples, statistic):

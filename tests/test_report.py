@@ -121,6 +121,7 @@ def test_difference_of_centers():
     assert scores.difference([mine], [base], scores.iqm)[0] == 2
     assert scores.difference([mine], [base], np.mean)[0] == 16 - 11.25
     assert scores.difference([np.full(3, 5.0)], [np.full(3, 2.0)], np.mean) == (3, 3, 3)
+    assert scores.difference([np.zeros(3), np.ones(3)], [np.ones(3), np.full(3, 3.0)], np.mean) == (-1.5, -1.5, -1.5)
     _, low, high = scores.difference([mine], [base], scores.iqm)
     assert low < 2 < high
 
@@ -137,11 +138,11 @@ def test_normalise():
 
 
 def test_smooth_is_the_mean_over_a_window_before_each_point():
-    """Nothing before the first episode and after the end; the last episode where none ended in the window."""
-    at, returns = np.array([10.0, 20, 30, 40]), np.array([1.0, 2, 3, 10])
-    values = scores.smooth(at, returns, np.array([0.0, 10, 25, 35, 40, 60, 100]), 20, end=60)
-    assert np.isnan(values[[0, 6]]).all()
-    assert values[1:6].tolist() == [1, 1.5, 2.5, 6.5, 10]
+    """Nothing before the first episode and after the last; the one before where none ended in the window."""
+    at, returns = np.array([10.0, 20, 30, 40, 90]), np.array([1.0, 2, 3, 10, 20])
+    values = scores.smooth(at, returns, np.array([0.0, 10, 25, 35, 40, 60, 90, 91]), 20)
+    assert np.isnan(values[[0, 7]]).all()
+    assert values[1:7].tolist() == [1, 1.5, 2.5, 6.5, 10, 20]
 
 
 def test_curve_of_several_runs_ends_where_the_first_of_them_ends():
@@ -207,7 +208,8 @@ def test_variants_to_compare_have_a_mark():
 def test_each_run_is_read_once_and_the_report_is_none(tmp_path):
     run = make_run(tmp_path / "runs" / "a")
     (tmp_path / "runs" / "report").mkdir()
-    runs, troubles = read_runs([tmp_path / "runs", run, tmp_path / "runs" / ".." / "runs"], tmp_path / "runs/report")
+    paths = [run, tmp_path / "runs", run, tmp_path / "runs" / ".." / "runs"]
+    runs, troubles = read_runs(paths, tmp_path / "runs" / "report")
     assert [run.name for run in runs] == ["a"] and troubles == []
 
 
