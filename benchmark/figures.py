@@ -34,7 +34,7 @@ def save(figure, rows, folder, name, title):
     with matplotlib.rc_context(SETTINGS):
         figure.savefig(folder / f"{name}.png", dpi=200)
         figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    (folder / f"{name}.svg").write_text(text.getvalue())
+    (folder / f"{name}.svg").write_text(text.getvalue(), encoding="utf-8")
     write_csv(folder / f"{name}.csv", rows)
     return inline(text.getvalue(), name, title)
 

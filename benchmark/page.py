@@ -25,7 +25,7 @@ th, td { text-align: left; vertical-align: top; padding: .3rem .9rem .3rem 0; bo
 th, .numbers td:not(:first-child) { white-space: nowrap; }
 td { min-width: 3rem; max-width: 36rem; } td:last-child { min-width: 14rem; }
 .numbers :is(td, th):not(:first-child, :last-child) { text-align: right; } .numbers td:first-child { min-width: 9rem; }
-.runs td:nth-child(-n+3) { min-width: 10rem; } .runs td:nth-child(n+11):nth-child(-n+13) { min-width: 20rem; }
+.runs td:nth-child(-n+3) { min-width: 12rem; } .runs td:nth-child(n+11):nth-child(-n+13) { min-width: 20rem; }
 @media (prefers-color-scheme: dark) { figure svg { filter: brightness(1.4); } }
 """
 
@@ -93,5 +93,5 @@ def to_markdown(blocks):
 def write(path, text):
     """Writes a file that is whole at any time, for a browser that loads it anew."""
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
+    part.write_text(text, encoding="utf-8")
     part.replace(path)

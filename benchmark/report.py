@@ -360,7 +360,7 @@ def main():
     except KeyboardInterrupt:
         page = folder / "report.html"
         if args.watch and page.exists():  # nothing draws it anew from now on
-            write(page, page.read_text().replace(REFRESH.format(args.interval), ""))
+            write(page, page.read_text(encoding="utf-8").replace(REFRESH.format(args.interval), ""))
         sys.exit(130)
     print(*(f"warning: {warning}" for warning in report.warnings), sep="\n", end="\n" * bool(report.warnings),
           file=sys.stderr)
