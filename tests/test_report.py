@@ -394,6 +394,13 @@ def test_unfinished_curves_are_dashed():
     assert [text.get_text() for text in figure.legends[0].texts] == ["v (1 finished)", "source"]
 
 
+def test_labels_are_no_formulas(tmp_path):
+    """Whatever a flag holds is drawn as it is."""
+    row = {"name": r"vpg --baseline '$\frac$'", "variant": "v", "value": 1.0, "low": 0.5, "high": 2.0}
+    figure = report.draw_intervals([row], {"v": ("#0072B2", "-")}, "score")
+    assert r"$\frac$" in report.save(figure, [row], tmp_path, "name", "title")
+
+
 def figure_names(page):
     return re.findall(r'<figure id="([^"]*)"', page)
 
