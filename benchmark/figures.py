@@ -1,0 +1,145 @@
+"""The figures of benchmark.report. Each is a PNG and an SVG on white, a CSV of its data, and an SVG for the page, whose
+lines and letters have the colour of the page's text.
+"""
+
+import html
+import io
+import math
+import re
+import textwrap
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from benchmark.collect import write_csv
+
+INK, PAPER = "#010203", "#ffffff"  # what becomes the text's colour, and nothing, in the page
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's: all eyes tell them apart
+STYLES = ("-", "-.", ":")  # of further variants, when the colours are used up; dashed are unfinished runs
+MARKERS = "osD^vPX*<>"
+SETTINGS = {
+    "svg.fonttype": "none", "svg.hashsalt": "plainrl", "text.parse_math": False, "font.size": 10, "legend.fontsize": 9,
+    "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
+    "axes.spines.top": False, "axes.spines.right": False, "grid.color": INK, "grid.alpha": 0.15, "axes.grid": True,
+    "legend.frameon": False, "axes.facecolor": PAPER, "figure.facecolor": PAPER, "axes.axisbelow": True,
+}
+WIDTH = 4.8  # inches
+
+
+def save(figure, rows, folder, name, title):
+    """Writes NAME.png, NAME.svg and NAME.csv into folder; returns the SVG for the page, a string."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO()
+    with matplotlib.rc_context(SETTINGS):
+        figure.savefig(folder / f"{name}.png", dpi=200)
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    (folder / f"{name}.svg").write_text(text.getvalue(), encoding="utf-8")
+    write_csv(folder / f"{name}.csv", rows)
+    return inline(text.getvalue(), name, title)
+
+
+def inline(svg, name, title):
+    """matplotlib's SVG for a page with others: its ids begin with name, it takes the page's width and colour."""
+    svg = svg[svg.index("<svg"):].replace(INK, "currentColor").replace(f"fill: {PAPER}", "fill: none")
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
+    head, body = svg.split(">", 1)
+    view_box, title = re.search(r'viewBox="[^"]*"', head)[0], html.escape(title)
+    return (f'<svg {view_box} xmlns:xlink="http://www.w3.org/1999/xlink" role="img" aria-label="{title}">'
+            f"<title>{title}</title>{body}")
+
+
+def fill(text, width):
+    """text in lines of width letters; a mean and its deviation stay together."""
+    return textwrap.fill(text.replace(" +- ", "\u00a0+-\u00a0"), width, break_on_hyphens=False)
+
+
+def unit_of(seconds):
+    """(name, seconds) of the unit in which so many seconds are read well."""
+    return ("s", 1) if seconds < 300 else ("minutes", 60) if seconds < 3 * 3600 else ("hours", 3600)
+
+
+def draw_curves(grid, curves, lines, looks, x_label, center):
+    """Learning curves along a grid of steps, or of seconds where x_label is "wall time" -> (figure, rows of its CSV).
+    curves: {variant: {"runs": [(name, values, finished)], "center": (values, low, high), "count": of finished runs}};
+    lines: [(label, published mean)]; looks: {variant: (colour, line style)}."""
+    unit, scale = unit_of(grid[-1]) if x_label == "wall time" else ("", 1)
+    with matplotlib.rc_context(SETTINGS):
+        labels = [fill(label, 50) for label, _ in lines]
+        names = {variant: fill(f"{variant} ({curve['count']} finished)", 50) for variant, curve in curves.items()}
+        height = 3.3 + 0.19 * sum(label.count("\n") + 1 for label in [*labels, *names.values()])
+        figure = Figure((WIDTH, height), layout="constrained")
+        axes, rows = figure.add_subplot(), []
+        for variant, curve in curves.items():
+            color, style = looks[variant]
+            for run, values, finished in curve["runs"]:
+                axes.plot(grid / scale, values, "-" if finished else "--", color=color, lw=0.8,
+                          alpha=0.4 if finished else 0.8)
+                rows += curve_rows(x_label, grid, variant, run, values)
+            values, low, high = curve["center"]
+            axes.fill_between(grid / scale, low, high, color=color, alpha=0.2, lw=0)
+            axes.plot(grid / scale, values, style, color=color, lw=2, label=names[variant])
+            rows += curve_rows(x_label, grid, variant, center, values, low, high)
+        for (label, mean), text, i in zip(lines, labels, range(len(lines))):
+            axes.axhline(mean, color=INK, lw=0.8, ls=(0, (4, 3)), alpha=0.7, marker=MARKERS[i % len(MARKERS)], ms=5,
+                         markevery=[1], clip_on=False, label=text)
+            rows.append(row_of(x_label, "", "published", label, mean))
+        axes.set(xlabel=f"{x_label}{', ' * bool(unit)}{unit}", ylabel="return", xlim=(0, grid[-1] / scale))
+        axes.margins(y=0.04)
+        if not unit:
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        figure.legend(loc="outside lower left")
+    return figure, rows
+
+
+def row_of(x_label, x, variant, series, value, low="", high=""):
+    return {x_label.replace(" ", "_"): x, "variant": variant, "series": series, "value": value, "low": low,
+            "high": high}
+
+
+def curve_rows(x_label, grid, variant, series, values, low=None, high=None):
+    """Rows of a CSV, one for each point of the grid at which there is a value."""
+    low, high = (grid * math.nan if bound is None else bound for bound in (low, high))
+    shown = [["" if math.isnan(v) else round(float(v), 6) for v in (a, b, c)] for a, b, c in zip(values, low, high)]
+    return [row_of(x_label, round(float(x), 3), variant, series, *cells) for x, cells in zip(grid, shown)
+            if cells[0] != ""]
+
+
+def draw_intervals(rows, looks, x_label, reference=None, bars=False, limits=None):
+    """A point or bar with its interval for each of rows, {"name", "variant", "value", "low", "high"}; a vertical line
+    at reference; limits: of the horizontal axis -> figure."""
+    with matplotlib.rc_context(SETTINGS):
+        names = [fill(row["name"], 26) for row in rows]
+        height = 1.0 + sum(0.16 + 0.17 * (name.count("\n") + 1) for name in names)
+        figure = Figure((WIDTH, height), layout="constrained")
+        axes = figure.add_subplot()
+        if reference is not None:
+            axes.axvline(reference, color=INK, lw=1)
+        for i, row in enumerate(rows):
+            color = looks[row["variant"]][0]
+            if bars:
+                axes.barh(i, row["value"], 0.6, color=color, alpha=0.6)
+            else:
+                axes.plot(row["value"], i, "o", color=color, ms=7)
+            axes.plot([row["low"], row["high"]], [i, i], color=INK if bars else color, lw=2, solid_capstyle="butt")
+        axes.set_yticks(range(len(rows)), names, fontsize=9)
+        axes.set(xlabel=x_label, ylim=(len(rows) - 0.4, -0.6), xlim=limits)
+        axes.grid(axis="y", visible=False)
+    return figure
+
+
+def draw_profile(taus, profiles, looks, x_label):
+    """Share of runs above each of taus. profiles: {variant: (value, low, high)} -> (figure, rows of its CSV)."""
+    with matplotlib.rc_context(SETTINGS):
+        names = {variant: fill(variant, 50) for variant in profiles}
+        height = 3.1 + 0.19 * sum(name.count("\n") + 1 for name in names.values())
+        figure = Figure((WIDTH, height), layout="constrained")
+        axes, rows = figure.add_subplot(), []
+        for variant, (values, low, high) in profiles.items():
+            color, style = looks[variant]
+            axes.fill_between(taus, low, high, color=color, alpha=0.2, lw=0)
+            axes.plot(taus, values, style, color=color, lw=2, label=names[variant])
+            rows += curve_rows("tau", taus, variant, "profile", values, low, high)
+        axes.set(xlabel=x_label, ylabel="share of runs above it", ylim=(-0.02, 1.02))
+        figure.legend(loc="outside lower left")
+    return figure, rows

@@ -1,0 +1,374 @@
+"""Draws a report of runs: curves, tables and statistics, in one HTML file that opens anywhere.
+
+    python -m benchmark.report RUNS... [--out DIR] [--compare RUNS...] [--center iqm|mean] [--watch]
+
+RUNS is a run's folder, a folder of them, or a sweep's folder, whose planned and failed runs are shown, too. DIR gets
+report.html, report.md and figures/NAME.png, .svg and .csv; without --out it is the folder `report` in the first RUNS,
+beside it where that is a folder of runs. Runs of one environment that share script and flags are one variant; those of
+--compare are variants of their own. An interval is a 95 % bootstrap interval over seeds, drawn within environments.
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from benchmark.figures import COLORS, STYLES, draw_curves, draw_intervals, draw_profile, save, unit_of
+from benchmark.page import REFRESH, slug, to_html, to_markdown, write
+from benchmark.runs import (
+    differences,
+    name_variants,
+    published_of,
+    read_published,
+    read_runs,
+    split_version,
+    without_paths,
+)
+from benchmark.scores import CENTERS, aggregate, difference, estimate, improvement, normalise, pooled, profile, smooth
+from benchmark.sweep import refuse
+
+GRID, WINDOW = 101, 0.05  # points of a curve; part of the axis over which a point of it is the mean
+FEW = 10  # seeds below which an interval is too narrow
+CENTER_NAMES = {"iqm": "IQM", "mean": "mean"}
+
+def number(x, like=None):
+    """A return to read: 1,443, 88.8 or -6.71; with as many digits as like would have, if that is given."""
+    size = abs(x if like is None else like)
+    return f"{x:,.{0 if size >= 1000 else 1 if size >= 10 else 2}f}"
+
+
+def with_interval(value, low, high):
+    size = np.nanmax(np.abs([value, low, high]))
+    bounds = "one seed" if np.isnan(low) else f"{number(low, size)}, {number(high, size)}"
+    return f"{number(value, size)} [{bounds}]"
+
+
+def mean_std(values):
+    return f"{number(np.mean(values))} +- {number(np.std(values), np.mean(values))}" if len(values) else "-"
+
+
+def published_score(row):
+    mean = float(row["mean"])
+    return number(mean) + (f" +- {number(float(row['std']), mean)}" if row["std"] else "")
+
+
+def published_version(row, env_id):
+    """"v4 not v5": the version that a published score is of, and ours where that is another."""
+    theirs, ours = split_version(row["env_id"])[1], split_version(env_id)[1]
+    return f"{theirs} not {ours}" if theirs != ours else theirs
+
+
+def published_label(row, env_id, with_algorithm):
+    metric = "" if row["metric"] == "last 100 training episodes" else f" ({row['metric']})"
+    version = published_version(row, env_id)
+    algorithm = f"{row['algorithm']}, " if with_algorithm else ""
+    return f"{algorithm}{row['source']}, {version}: {published_score(row)}{metric}"
+
+
+def published_row(row, env_id):
+    """The cells of a published score in the table of an environment."""
+    evaluated = "evaluation" in row["metric"]
+    last_100, evaluation = ("-", published_score(row)) if evaluated else (published_score(row), "-")
+    return (row["source"], row["seeds"], last_100, "-", evaluation, "-", "-",
+            f"{row['algorithm']}, {published_version(row, env_id)}; {row['metric']}")
+
+
+class Report:
+    """Blocks of text, tables and figures, in their order: tuples of a kind and what belongs to it. runs: of both sets,
+    with their variants named; center: "iqm" or "mean"; folder: of the report; files: paths written so far."""
+
+    def __init__(self, runs, troubles, center, folder):
+        self.runs, self.troubles, self.folder, self.center, self.blocks = runs, troubles, folder, center, []
+        self.files, self.published, self.warnings = [], read_published(), []
+        self.variants = list(dict.fromkeys(run.variant for run in sorted(runs, key=lambda run: run.variant)))
+        self.env_ids = sorted({run.env_id for run in runs})
+        self.looks = {variant: (COLORS[i % len(COLORS)], STYLES[i // len(COLORS) % len(STYLES)])
+                      for i, variant in enumerate(self.variants)}
+        self.add_head()
+        for env_id in self.env_ids:
+            self.add_environment(env_id)
+        self.add_comparison()
+        self.add_runs()
+
+    def add(self, *block):
+        self.blocks.append(block)
+
+    def add_figure(self, name, title, caption, figure, rows):
+        svg = save(figure, rows, self.folder / "figures", slug(name), title)
+        self.files.append(self.folder / "figures" / f"{slug(name)}.{{png,svg,csv}}")
+        self.add("figure", slug(name), title, caption, svg)
+
+    def warn(self, text):
+        self.warnings.append(text)
+        self.add("warning", text)
+
+    def scores(self, env_id, variant):
+        """(finished runs,) mean returns of the last 100 training episodes."""
+        return np.array([run.score for run in self.runs
+                         if (run.env_id, run.variant) == (env_id, variant) and run.score is not None])
+
+    def add_head(self):
+        states = Counter(run.state for run in self.runs)
+        self.add("h1", "Report of " + ", ".join(self.env_ids[:3]) + " and others" * (len(self.env_ids) > 3))
+        counts = ", ".join(f"{n} {state}" for state, n in sorted(states.items()))
+        self.add("p", f"{len(self.runs)} runs: {counts}; drawn on {time.strftime('%Y-%m-%d at %H:%M')}. Averages, "
+                      "intervals and statistics are of finished runs only.")
+        few = [(n, env_id) for env_id in self.env_ids for variant in self.variants
+               if 0 < (n := len(self.scores(env_id, variant))) < FEW]
+        if few:
+            where = ", ".join(dict.fromkeys(env_id for _, env_id in few))
+            self.warn(f"Fewer than ten seeds, {min(few)[0]} at the least ({where}): the intervals here are too narrow, "
+                      "the true value is outside of them more often than once in twenty times.")
+        if rows := differences(self.runs) + [("damaged", "1", trouble) for trouble in self.troubles]:
+            self.add("h2", "Runs that differ")
+            self.add("table", ("what", "runs", "which"), rows, "")
+
+    def add_environment(self, env_id):
+        runs = [run for run in self.runs if run.env_id == env_id]
+        variants = [variant for variant in self.variants if any(run.variant == variant for run in runs)]
+        self.add("h2", env_id)
+        scripts = sorted({run.script for run in runs})
+        found = {script: published_of(self.published, script, env_id) for script in scripts}
+        rows = [row for script in scripts for row in found[script]]
+        several = len([script for script in scripts if found[script]]) > 1
+        lines = [(published_label(row, env_id, several), float(row["mean"])) for row in rows]
+        for x_label in ("steps", "wall time"):
+            self.add_curves(env_id, runs, variants, lines, x_label)
+        self.add_notes(env_id, runs, rows)
+        header = ("variant or source", "seeds", "last 100 episodes", "their IQM [interval]", "evaluation", "steps/s",
+                  "wall time", "published for")
+        ours = [self.table_row(env_id, variant, [run for run in runs if run.variant == variant])
+                for variant in variants]
+        lines = [header, *ours, *(published_row(row, env_id) for row in rows)]
+        lines = lines if rows else [line[:-1] for line in lines]
+        self.add("table", lines[0], lines[1:], "numbers")
+
+    def add_notes(self, env_id, runs, rows):
+        """What makes published scores incomparable."""
+        theirs = {split_version(row["env_id"])[1] for row in rows} - {ours := split_version(env_id)[1]}
+        if theirs:
+            self.add("p", f"Published scores of {', '.join(sorted(theirs))} are beside runs of {ours}: another version "
+                          "is another environment, so they orient more than they compare.")
+        steps = {int(row["total_timesteps"]) for row in rows}
+        own = {run.planned_steps for run in runs if run.planned_steps}
+        if steps and own != steps:
+            theirs, ours = (" or ".join(f"{n:,}" for n in sorted(numbers)) for numbers in (steps, own))
+            self.add("p", f"Published scores are of {theirs} steps, these runs of {ours or 'an unknown number'}.")
+
+    def table_row(self, env_id, variant, group):
+        """The cells of a variant's runs."""
+        done, scores = [run for run in group if run.state == "finished"], self.scores(env_id, variant)
+        seeds = str(len(done)) if len(done) == len(group) else f"{len(done)} of {len(group)}"
+        iqm = with_interval(*aggregate([scores], CENTERS["iqm"])) if len(scores) else "-"
+        evaluations, walls, speeds = ([run.row[name] for run in done if run.row[name] != ""]
+                                      for name in ("evaluation_mean", "wall_seconds", "steps_per_second"))
+        unit, scale = unit_of(np.median(walls)) if walls else ("", 1)
+        return (variant, seeds, mean_std(scores), iqm, mean_std(evaluations),
+                f"{np.median(speeds):,.0f}" if speeds else "-",
+                f"{np.median(walls) / scale:.1f} {unit}" if walls else "-", "")
+
+    def add_curves(self, env_id, runs, variants, lines, x_label):
+        """Smooths the runs' returns, averages those of finished runs as far as all of them go, and draws them."""
+        begun = [run for run in runs if len(run.returns)]
+        if not begun:
+            self.add("p", f"No episode has ended yet: no return against {x_label}.")
+            return
+        grid, curves = np.linspace(0, max(run.at[x_label][-1] for run in begun) or 1, GRID), {}
+        smoothed = [(run, smooth(run.at[x_label], run.returns, grid, WINDOW * grid[-1])) for run in begun]
+        for variant in variants:
+            mine = [(run, values) for run, values in smoothed if run.variant == variant]
+            done = np.array([values for run, values in mine if run.score is not None]).reshape(-1, GRID)
+            curves[variant] = {"runs": [(run.name, values, run.state == "finished") for run, values in mine],
+                               "center": estimate_curve(done, CENTERS[self.center]), "count": len(done)}
+        figure, rows = draw_curves(grid, curves, lines, self.looks, x_label, self.center)
+        self.add_figure(f"{env_id}_{x_label}", f"{env_id}: return against {x_label}",
+                        f"Each point is the mean return of the training episodes in the {WINDOW:.0%} of the axis "
+                        f"before it. Thick: {CENTER_NAMES[self.center]} over the finished seeds, as far as all of them "
+                        "go, with its interval; thin: single seeds, dashed where unfinished.", figure, rows)
+
+    def add_comparison(self):
+        """Statistics over environments, and of variants against each other."""
+        scores = {variant: {env_id: x for env_id in self.env_ids if len(x := self.scores(env_id, variant))}
+                  for variant in self.variants}
+        raw = {variant: of_envs for variant, of_envs in scores.items() if of_envs}
+        env_ids = [env_id for env_id in self.env_ids if any(env_id in of_envs for of_envs in raw.values())]
+        if len(raw) < 2 and len(env_ids) < 2:
+            return
+        every = {env_id: np.concatenate([x[env_id] for x in raw.values() if env_id in x]) for env_id in env_ids}
+        bounds = {env_id: (x.min(), x.max()) for env_id, x in every.items()}
+        scaled = {variant: {env_id: normalise(x, *bounds[env_id]) for env_id, x in of_envs.items()}
+                  for variant, of_envs in raw.items()}
+        self.add("h2", "Over environments" if len(env_ids) > 1 else "Between variants")
+        self.add("p", "A score is a run's mean return in its last 100 training episodes, normalised so that 0 is the "
+                      "lowest and 1 the highest of the finished runs of its environment in this report: "
+                      + ", ".join(f"{env_id} {number(low)} to {number(high)}" for env_id, (low, high) in bounds.items())
+                      + ".")
+        if any(set(of_envs) != set(env_ids) for of_envs in raw.values()):
+            self.warn("Not all variants have finished runs in the same environments: the aggregate and the profile of "
+                      "each are over its own, so compare them only where those are the same.")
+        tables = [self.add_aggregate(scaled), self.add_improvement(scaled)]
+        for script, mark in sorted({(run.script, run.mark) for run in self.runs}):
+            tables.append(self.add_ablation(script, mark, raw, scaled))
+        for header, rows in tables:
+            if rows:
+                self.add("table", header, rows, "numbers")
+
+    def add_aggregate(self, scaled):
+        """The aggregate's figure and the performance profile's -> (header, rows) of a table."""
+        center = CENTERS[self.center]
+        rows = [row_of(variant, variant, of_envs, aggregate(list(of_envs.values()), center))
+                for variant, of_envs in scaled.items()]
+        name = CENTER_NAMES[self.center]
+        label = f"{name} of normalised scores"
+        self.add_figure("aggregate", f"{name} of all environments' scores", f"{label}, with its interval.",
+                        draw_intervals(rows, self.looks, label), rows)
+        taus = np.linspace(0, 1, GRID)
+        profiles = {variant: profile(list(of_envs.values()), taus) for variant, of_envs in scaled.items()}
+        figure, points = draw_profile(taus, profiles, self.looks, "normalised score tau")
+        self.add_figure("profile", "Performance profile", "Share of runs whose normalised score is above tau, with its "
+                        "interval: higher is better.", figure, points)
+        return ("variant", "environments", f"{label} [interval]"), [cells(row) for row in rows]
+
+    def add_improvement(self, scaled):
+        """The figure of all pairs of variants that have environments in common -> (header, rows) of a table."""
+        rows, label = [], "probability that a run of the first is better"
+        for x, y in combinations(scaled, 2):
+            if common := [env_id for env_id in scaled[x] if env_id in scaled[y]]:
+                found = improvement([scaled[x][env_id] for env_id in common], [scaled[y][env_id] for env_id in common])
+                rows.append(row_of(f"{x} > {y}", x, common, found))
+        if rows:
+            self.add_figure("improvement", "Probability of improvement", "Probability that a run of the first variant "
+                            "has a higher score than one of the second, ties counting half (Mann-Whitney U), averaged "
+                            "over the environments that both have, with its interval; at 0.5 neither is better.",
+                            draw_intervals(rows, self.looks, label, 0.5, limits=(-0.03, 1.03)), rows)
+        return ("variants", "environments", f"{label} [interval]"), [cells(row) for row in rows]
+
+    def add_ablation(self, script, mark, raw, scaled):
+        """Figures of what each variant of a script gains on its defaults, in each environment and over all -> (header,
+        rows) of a table."""
+        base, center = f"{script}{mark}", CENTERS[self.center]
+        variants = list(dict.fromkeys(run.variant for run in self.runs if (run.script, run.mark) == (script, mark)))
+        others = sorted(variant for variant in variants if variant != base and variant in raw)
+        table = []
+        for env_id in [*raw.get(base, ()), "all"]:
+            source = scaled if env_id == "all" else raw
+            rows = []
+            for variant in others:
+                common = [x for x in source.get(base, ()) if x in source[variant] and env_id in (x, "all")]
+                if common:
+                    found = difference([source[variant][x] for x in common], [source[base][x] for x in common], center)
+                    rows.append(row_of(variant, variant, common, found))
+            if rows and (env_id != "all" or len(raw[base]) > 1):
+                where = "all environments" if env_id == "all" else env_id
+                label = f"{CENTER_NAMES[self.center]} less that of {base}"
+                unit = "normalised score" if env_id == "all" else "return, last 100 episodes"
+                self.add_figure(f"ablation_{base}_{env_id}", f"{where}: difference to {base}",
+                                f"{where}: {label}, with its interval.",
+                                draw_intervals(rows, self.looks, f"{unit}: {label}", 0.0, bars=True), rows)
+                table += [(where, *cells(row)) for row in rows]
+        return ("where", "variant", "environments", f"difference to {base} [interval]"), table
+
+    def add_runs(self):
+        self.add("h2", "Every run")
+        header = ("run", "environment", "variant", "seed", "state", "steps", "last 100", "evaluation", "steps/s",
+                  "wall s", "command", "versions", "machine", "git commit")
+        rows = []
+        for run in sorted(self.runs, key=lambda run: (run.env_id, run.variant, str(run.seed).zfill(9))):
+            row = {name: "-" if run.row.get(name, "") == "" else run.row[name] for name in FORMS}
+            values = [row[name] if row[name] == "-" else form(row[name]) for name, form in FORMS.items()]
+            rows.append((run.name, run.env_id, run.variant, str(run.seed), run.state, *values[:5],
+                         without_paths(values[5]), values[6], run.machine or "-", values[7]))
+        self.add("table", header, rows, "runs")
+
+
+FORMS = {"steps": "{:,}".format, "last_100": number, "evaluation_mean": number, "steps_per_second": "{:,.0f}".format,
+         "wall_seconds": "{:,.0f}".format, "command": str, "versions": str, "git_commit": str}  # of columns of read_run
+
+
+def estimate_curve(done, center):
+    """(value, low, high), (GRID,) each, of the center of runs' curves (runs, GRID), nan where one of them has none."""
+    known = ~np.isnan(done).any(axis=0) & bool(len(done))
+    found = np.full((3, GRID), np.nan)
+    if known.any():
+        found[:, known] = estimate([done[:, known].T], pooled(center))
+    return found
+
+
+def row_of(name, variant, env_ids, found):
+    """A row of the figures with intervals; found: (value, low, high)."""
+    value, low, high = (float(x) for x in found)
+    return {"name": name, "variant": variant, "environments": len(env_ids), "value": value, "low": low, "high": high}
+
+
+def cells(row):
+    return row["name"], str(row["environments"]), with_interval(row["value"], row["low"], row["high"])
+
+
+def draw(args, folder):
+    """Reads all runs and writes the report -> (Report, whether all runs have come to their ends)."""
+    runs, troubles = read_runs(args.runs, folder)
+    others, more = read_runs(args.compare, folder)
+    for paths, found in ((args.runs, runs), (args.compare, others)):
+        if paths and not found:
+            refuse(f"no run in {', '.join(map(str, paths))}: a run's folder has a config.json, a sweep's a sweep.json")
+    name_variants(runs, others)
+    folder.mkdir(parents=True, exist_ok=True)
+    report = Report(runs + others, troubles + more, args.center, folder)
+    ended = all(run.state in ("finished", "failed") for run in report.runs)
+    write(folder / "report.html", to_html(report.blocks, args.interval if args.watch and not ended else None))
+    write(folder / "report.md", to_markdown(report.blocks))
+    report.files = [folder / "report.html", folder / "report.md", *report.files]
+    return report, ended
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="a run's folder, one of them, or a sweep's")
+    parser.add_argument("--out", type=Path, help="folder of the report")
+    parser.add_argument("--compare", nargs="+", type=Path, metavar="RUNS", default=[], help="runs to set beside these")
+    parser.add_argument("--center", choices=list(CENTERS), default="iqm", help="of seeds (default iqm)")
+    parser.add_argument("--watch", action="store_true", help="draw it anew until all runs have come to their ends")
+    parser.add_argument("--interval", type=int, default=30, help="seconds between two drawings (default 30)")
+    args = parser.parse_args()
+    if missing := [str(path) for path in args.runs + args.compare if not path.is_dir()]:
+        refuse(f"no such folder: {', '.join(missing)}")
+    if args.interval < 1:
+        refuse("--interval must be at least one second")
+    return args
+
+
+def main():
+    args = parse_args()
+    first = args.runs[0].absolute()
+    inside = any((first / name).exists() for name in ("sweep.json", "config.json"))
+    folder = (args.out or (first if inside else first.parent) / "report").absolute()
+    try:
+        report, ended = draw(args, folder)
+        while args.watch and not ended:
+            counts = Counter(run.state for run in report.runs)
+            print(", ".join(f"{n} {state}" for state, n in sorted(counts.items())) + f": {folder}/report.html",
+                  flush=True)
+            time.sleep(args.interval)
+            report, ended = draw(args, folder)
+    except OSError as error:
+        refuse(f"can't draw the report: {error}")
+    except KeyboardInterrupt:
+        page = folder / "report.html"
+        if args.watch and page.exists():  # nothing draws it anew from now on
+            write(page, page.read_text(encoding="utf-8").replace(REFRESH.format(args.interval), ""))
+        sys.exit(130)
+    print(*(f"warning: {warning}" for warning in report.warnings), sep="\n", end="\n" * bool(report.warnings),
+          file=sys.stderr)
+    print(*report.files, sep="\n")
+    for path in args.runs + args.compare:
+        logdir = path / "runs" if (path / "sweep.json").exists() else path
+        print(f"tensorboard --logdir {shlex.quote(str(logdir))}")
+
+
+if __name__ == "__main__":
+    main()

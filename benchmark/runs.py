@@ -1,0 +1,254 @@
+"""Reads runs for benchmark.report: those that there are, in folders and sweeps, and those that a sweep has planned."""
+
+import csv
+import json
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from benchmark.collect import ROOT, changed_flags, read_episodes, read_run, script_defaults
+from benchmark.sweep import ENDS
+from benchmark.worker import last_line, read_job, read_json
+
+DAMAGE = (OSError, ValueError, KeyError, TypeError)  # what a damaged or half-written folder makes its readers raise
+# Flags that change what a run shows or how fast it is, not what it learns
+RUN_ONLY = ("exp_name", "torch_deterministic", "cuda", "compile", "num_threads", "track", "wandb_project_name",
+            "wandb_entity", "capture_video", "video_interval", "save_model", "checkpoint_interval", "eval_episodes",
+            "eval_interval", "resume", "evaluate")
+
+
+@dataclass
+class Run:
+    """A run that is planned, under way or ended. args: all its flags, as in config.json, or those known of a planned
+    one; row: as collect.read_run has it, {} before it begins; at, returns: see read_arrays."""
+
+    name: str
+    script: str
+    args: dict
+    state: str  # finished, unfinished; in a sweep also waiting, running, failed
+    note: str = ""
+    row: dict = field(default_factory=dict)
+    machine: str = ""
+    variant: str = ""
+    mark: str = ""  # in variant: of a run to compare with
+    at: dict = field(default_factory=dict)
+    returns: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    env_id = property(lambda self: str(self.args.get("env_id", "unknown")))
+    seed = property(lambda self: self.args.get("seed", "unknown"))
+    planned_steps = property(lambda self: self.args.get("total_timesteps"))
+
+    @property
+    def score(self):
+        """Mean return of a finished run's last 100 training episodes; None for others, and where it isn't finite."""
+        value = self.row.get("last_100", "")
+        return float(value) if self.state == "finished" and value != "" and np.isfinite(value) else None
+
+
+def read_arrays(folder):
+    """A run's folder -> ({"steps", "wall time": (episodes,) float64, ascending, s}, (episodes,) returns)."""
+    columns = ("global_step", "wall_seconds", "return")
+    table = np.array([[float(episode[name]) for name in columns] for episode in read_episodes(folder)]).reshape(-1, 3)
+    ascending = np.maximum.accumulate(table[:, :2])
+    return {"steps": ascending[:, 0], "wall time": ascending[:, 1]}, table[:, 2]
+
+
+def read_begun(folder):
+    """A run's folder -> Run. Raises DAMAGE."""
+    config, row = json.loads((folder / "config.json").read_text()), read_run(folder)
+    at, returns = read_arrays(folder)
+    machine = " ".join(str(word) for word in config.get("machine", ()) if not str(word).startswith("#"))
+    machine += "".join(f", {config[name]} {unit}".rstrip() for name, unit in (("cores", "cores"), ("device", ""))
+                       if name in config)
+    return Run(row["run"], row["script"], config["args"], row["status"], row=row, machine=machine, at=at,
+               returns=returns)
+
+
+def read_word(word, default):
+    """A word of a command line as the value that config.json has for it, by the type of the flag's default."""
+    if isinstance(default, str):
+        return word
+    try:
+        value = json.loads(word)
+    except ValueError:
+        return word
+    return float(value) if isinstance(default, float) else value
+
+
+def planned_args(defaults, words):
+    """The flags of a run that hasn't begun: the script's defaults, and what its command line changes."""
+    args, flags = dict(defaults), defaultdict(list)
+    for word in words:
+        if word.startswith("--"):
+            flag = word[2:].replace("-", "_")
+            flags[flag] = []
+        else:
+            flags[flag].append(word)
+    for flag, values in flags.items():
+        values = [read_word(value, defaults.get(flag)) for value in values]
+        if not values:
+            args[flag.removeprefix("no_")] = not flag.startswith("no_")
+        else:
+            args[flag] = values if isinstance(defaults.get(flag), list) else values[0]
+    return args
+
+
+def read_sweep(folder):
+    """A sweep's folder -> (runs, troubles): those planned, begun or not, and others in its runs/."""
+    plan, troubles, runs = read_json(folder / "sweep.json").get("runs"), [], []
+    if not isinstance(plan, dict):
+        troubles.append(f"sweep.json of {folder.name} doesn't say which runs are planned")
+        plan = {}
+    begun = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
+    for name in [*plan, *(name for name in begun if name not in plan)]:
+        job, damage, run = read_job(folder, name), "", None
+        try:
+            run = read_begun(folder / "runs" / name) if name in begun else None
+        except DAMAGE as error:
+            if name not in plan or job["state"] in ENDS:  # else it has just begun
+                damage = f"{name}: not a run, or damaged ({type(error).__name__}: {error})"
+        if run is None and name in plan:
+            script, words = plan[name]["script"], plan[name]["words"]
+            run = Run(name, Path(script).stem, planned_args(script_defaults([script]), words), job["state"])
+        if run and name in plan:
+            run.state = job["state"] if job["state"] != "finished" else run.row.get("status", "unfinished")
+            note = job["error"] or (last_line(folder / "logs" / f"{name}.log") if run.state == "failed" else "")
+            run.note = without_paths(note)
+        runs += [run] if run else []
+        troubles += [damage] if damage else []
+    return runs, troubles
+
+
+def read_runs(paths, out):
+    """Folders of runs, of sweeps, or runs -> (runs, troubles), each run once; the folder out is none of them."""
+    runs, troubles, seen = [], [], set()
+    for path in paths:
+        if path.resolve() in seen:
+            continue
+        seen.add(path.resolve())
+        if (path / "sweep.json").exists():
+            found, wrong = read_sweep(path)
+            runs, troubles = runs + found, troubles + wrong
+            seen |= {folder.resolve() for folder in (path / "runs").glob("*")}
+            continue
+        if (path / "config.json").exists():
+            folders = [path]
+        else:
+            folders = [p for p in sorted(path.iterdir()) if p.is_dir() and p != out and p.resolve() not in seen]
+            seen |= {folder.resolve() for folder in folders}
+        for folder in folders:
+            try:
+                runs.append(read_begun(folder))
+            except DAMAGE as error:
+                name = folder.absolute().name
+                troubles.append(f"{name}: not a run, damaged or just begun ({type(error).__name__}: {error})")
+    return runs, [without_paths(trouble) for trouble in troubles]
+
+
+def without_paths(text):
+    """text with the absolute paths in it cut to their last part."""
+    return re.sub(r"(?<![^\s'\"=(:,\[])(?:/[\w.@+-]+)+", lambda found: found[0].rsplit("/", 1)[1], text)
+
+
+def name_variants(runs, others):
+    """Gives each run its variant: script and the flags that differ from its defaults, or, for a script of somewhere
+    else, from one run to another; the steps where they differ within it; others, to be compared, get a mark."""
+    everything = runs + others
+    for script in {run.script for run in everything}:
+        same = [run for run in everything if run.script == script]
+        known = [run for run in same if run.row] or same  # of one that hasn't begun not all flags may be known
+        defaults = script_defaults([script]) or {
+            name: x for name, x in known[0].args.items() if all(run.args.get(name) == x for run in known)}
+        for run in same:
+            args = {name: x for name, x in run.args.items() if name not in (*RUN_ONLY, "total_timesteps")}
+            run.variant = without_paths(f"{script} {changed_flags(args, defaults)}".rstrip())
+    lengths = defaultdict(set)
+    for run in everything:
+        lengths[run.env_id, run.variant].add(run.planned_steps)
+    for run in everything:
+        if len(lengths[run.env_id, run.variant]) > 1:
+            run.variant += f" --total-timesteps {run.planned_steps}"
+    mark = mark_of(runs, others)
+    for run in others:
+        run.mark = f" ({mark})"
+        run.variant += run.mark
+
+
+def mark_of(runs, others):
+    """What tells the others from the runs: their git commit, where they have one of their own, or "compared"."""
+    commits, theirs = ({run.row["git_commit"] for run in group if run.row} for group in (runs, others))
+    return theirs.pop() if len(theirs) == 1 and not theirs & (commits | {"unknown"}) else "compared"
+
+
+def differences(runs):
+    """What is to be known before runs are averaged: [(what, how many, which)], strings."""
+    rows = []
+    for state in ("failed", "running", "waiting", "unfinished"):
+        group = [run for run in runs if run.state == state]
+        begun, rest = [run for run in group if run.row], [run for run in group if not run.row]
+        if state == "failed":
+            rows += [("failed", "1", f"{run.name}{progress(run)}: {run.note or 'its log is empty'}") for run in group]
+            continue
+        if begun:
+            what = {"waiting": "stopped, to be resumed", "unfinished": "unfinished: stopped or running"}
+            rows.append((what.get(state, state), str(len(begun)), which(begun)))
+        if rest:
+            rows.append(("not begun" if state == "waiting" else f"{state}, nothing written yet", str(len(rest)),
+                         which(rest)))
+    if silent := [run for run in runs if run.state == "finished" and run.score is None]:
+        rows.append(("finished without a finite return: in no average", str(len(silent)), which(silent)))
+    twice = Counter((run.env_id, run.variant, run.seed) for run in runs)
+    if same := [run for run in runs if twice[run.env_id, run.variant, run.seed] > 1]:
+        rows.append(("more than one run of a seed: each counts", str(len(same)), which(same)))
+    for env_id in sorted({run.env_id for run in runs}):
+        rows += several(f"{env_id}: different numbers of steps", [run for run in runs if run.env_id == env_id],
+                        lambda run: f"{run.planned_steps:,}" if run.planned_steps else "unknown")
+    begun = [run for run in runs if run.row]
+    rows += several("different git commits", begun, lambda run: run.row["git_commit"])
+    rows += several("different versions", begun, lambda run: run.row["versions"])
+    rows += several("different machines: compare no speeds", begun, lambda run: run.machine)
+    return rows
+
+
+def progress(run):
+    planned = f" of {run.planned_steps:,}" if run.planned_steps else ""
+    return f" (step {run.row['steps'] or 0:,}{planned})" if run.row else ""
+
+
+def which(runs):
+    """Runs by environment, variant and seed, and how far those that aren't finished are, in a line."""
+    groups = defaultdict(list)
+    for run in runs:
+        groups[run.env_id, run.variant].append(f"{run.seed}{progress(run) if run.state != 'finished' else ''}")
+    return "; ".join(f"{env_id}, {variant}: seed {', '.join(seeds)}" for (env_id, variant), seeds in groups.items())
+
+
+def several(what, runs, value_of):
+    """A row for each value of value_of(run), if there is more than one; those of the most frequent are not listed."""
+    groups = defaultdict(list)
+    for run in runs:
+        groups[value_of(run)].append(run)
+    order = sorted(groups.items(), key=lambda item: -len(item[1]))
+    return [(what, str(len(group)), f"{value}{': ' * bool(i)}{which(group) if i else ''}")
+            for i, (value, group) in enumerate(order)] if len(order) > 1 else []
+
+
+def read_published():
+    """The rows of published.csv, dicts of strings; those without a number of seeds or a deviation have "" there."""
+    with open(ROOT / "benchmark" / "published.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def split_version(env_id):
+    """("HalfCheetah", "v5") of HalfCheetah-v5; ("Name", "") where there is none."""
+    found = re.fullmatch(r"(.*)-(v\d+)", env_id)
+    return found.groups() if found else (env_id, "")
+
+
+def published_of(rows, script, env_id):
+    """Those of published.csv's rows for a script and an environment of any version."""
+    return [row for row in rows
+            if row["algorithm"] == script and split_version(row["env_id"])[0] == split_version(env_id)[0]]

@@ -1,0 +1,81 @@
+"""The statistics of benchmark.report: scores of runs -> one number and its 95 % bootstrap interval.
+
+A score is a number a run; scores of several environments are a list of arrays, one for each environment. The bootstrap
+draws runs within their environment (stratified), as in Agarwal et al. 2021, https://arxiv.org/abs/2108.13264.
+"""
+
+import numpy as np
+from scipy.stats import bootstrap, mannwhitneyu, trim_mean
+
+RESAMPLES = 2000
+
+
+def iqm(x, axis=None):
+    """Interquartile mean: the mean of x along axis without its lowest and highest floor(n / 4) values."""
+    return trim_mean(x, 0.25, axis=axis)
+
+
+CENTERS = {"iqm": iqm, "mean": np.mean}
+
+
+def smooth(at, returns, grid, window):
+    """A run's return along a grid: at each point the mean of the episodes that ended in (point - window, point], of
+    the last one before where there is none. at: (episodes,) steps or seconds at which they ended, ascending; returns:
+    (episodes,) -> (len(grid),), nan before the first episode and after the last."""
+    last = np.searchsorted(at, grid, side="right")
+    first = np.clip(np.searchsorted(at, grid - window, side="right"), 0, np.maximum(last - 1, 0))
+    sums = np.concatenate([[0.0], np.cumsum(returns)])
+    mean = (sums[last] - sums[first]) / np.maximum(last - first, 1)
+    return np.where((last > 0) & (grid <= at[-1]), mean, np.nan)
+
+
+def interval(samples, statistic):
+    """Bounds of the percentile bootstrap. samples: arrays with a run at each place of the last axis, each drawn from
+    by itself; statistic: of them and axis; its shape is that of low and high. nan where a sample has a single run."""
+    if min(sample.shape[-1] for sample in samples) < 2:
+        nothing = np.full(np.shape(statistic(*samples, axis=-1)), np.nan)
+        return nothing, nothing
+    found = bootstrap(samples, statistic, n_resamples=RESAMPLES, vectorized=True, method="percentile", axis=-1, rng=0)
+    return found.confidence_interval.low, found.confidence_interval.high
+
+
+def estimate(samples, statistic):
+    """(value, low, high) of a statistic, see interval()."""
+    return statistic(*samples, axis=-1), *interval(samples, statistic)
+
+
+def pooled(center):
+    """A statistic: the center of the runs of all samples."""
+    return lambda *samples, axis: center(np.concatenate(samples, axis), axis=axis)
+
+
+def aggregate(scores, center):
+    """(value, low, high) of the center of all environments' scores."""
+    return estimate(scores, pooled(center))
+
+
+def difference(scores, others, center):
+    """(value, low, high) of the center of scores less that of others."""
+    def statistic(*samples, axis):
+        return pooled(center)(*samples[: len(scores)], axis=axis) - pooled(center)(*samples[len(scores):], axis=axis)
+    return estimate([*scores, *others], statistic)
+
+
+def improvement(scores, others):
+    """(value, low, high) of the probability that a run of scores is better than one of others in the same environment,
+    ties counting half: Mann-Whitney's U by the number of pairs, averaged over the environments."""
+    def statistic(*samples, axis):
+        pairs = zip(samples[: len(scores)], samples[len(scores):], strict=True)
+        return np.mean([mannwhitneyu(x, y, axis=axis, method="asymptotic").statistic
+                        / (x.shape[axis] * y.shape[axis]) for x, y in pairs], axis=0)
+    return estimate([*scores, *others], statistic)
+
+
+def profile(scores, taus):
+    """(value, low, high), each (len(taus),): the share of runs with a score above each of taus."""
+    return estimate([(x > taus[:, None]).astype(float) for x in scores], pooled(np.mean))
+
+
+def normalise(scores, low, high):
+    """Scores so that low is 0 and high is 1; 1 where all runs of the environment have the same."""
+    return (scores - low) / (high - low) if high > low else np.ones_like(scores)
