@@ -8,10 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from sb3_contrib import RecurrentPPO
 from stable_baselines3 import DDPG, PPO
 
 import ddpg_continuous_action
 import ppo_atari
+import ppo_atari_lstm
 import ppo_continuous_action
 from benchmark import collect, speed
 
@@ -188,6 +190,18 @@ def test_speed_sb3_has_the_hyper_parameters_of_ppo_atari(monkeypatch):
     holds_the_scripts_hyper_parameters(made[0], ppo_atari.Args())
     assert sum(p.numel() for p in made[0].policy.parameters()) == 1_687_719
     assert made[0].observation_space.shape == (4, 84, 84)
+
+
+def test_speed_sb3_has_the_hyper_parameters_of_ppo_atari_lstm(monkeypatch):
+    made = []
+    monkeypatch.setattr(RecurrentPPO, "learn", lambda self, steps: made.append(self))
+    speed.work_sb3("ppo_atari_lstm", "PongNoFrameskip-v4", 1024, 1)
+    args, policy = ppo_atari_lstm.Args(), made[0].policy
+    holds_the_scripts_hyper_parameters(made[0], args)
+    ours = sum(p.numel() for p in ppo_atari_lstm.Agent(6, args).parameters())
+    assert sum(p.numel() for p in policy.parameters()) == ours
+    assert policy.lstm_critic is None and policy.shared_lstm and policy.lstm_actor.hidden_size == args.hidden_size
+    assert made[0].observation_space.shape == (1, 84, 84)
 
 
 def test_speed_sb3_has_the_hyper_parameters_of_ddpg_continuous_action(monkeypatch):
