@@ -1,21 +1,25 @@
-"""Env steps per second of a script beside Stable-Baselines3's PPO or DDPG, or sb3-contrib's RecurrentPPO, with the same
-wrappers or VecNormalize, and of the environment alone, which bounds both. Same hyper-parameters, in alternation, one
-process at a time; one CPU thread each for ppo_continuous_action, all cores for the others. DDPG learns from its 100th
-step on, and evaluates nothing during the run.
+"""Env steps per second of scripts beside Stable-Baselines3's PPO or DDPG, or sb3-contrib's RecurrentPPO, with the same
+wrappers or VecNormalize, and beside what bounds both: the environment alone, and the arithmetic alone. Same
+hyper-parameters, in alternation, one process at a time; one CPU thread each for ppo_continuous_action, all cores for
+the others. DDPG learns from its 100th step on, and evaluates nothing during the run.
 
-    python -m benchmark.speed [SCRIPT] [--rounds 3] [--steps N] [--env-id ID] [--full] [--csv FILE]
+    python -m benchmark.speed [SCRIPT...] [--rounds 3] [--steps N] [--env-id ID] [--full] [--out FILE.csv]
+    python -m benchmark.speed ppo_atari --other 'CleanRL=python ../cleanrl/ppo_atari.py --total-timesteps 16384'
 
 Steady state: from the end of the first iteration (rollout and update; of DDPG a hundred steps) to the end of the last;
 no start-up, compilation or final evaluation. Whole process: everything from the process's start to its end, an
-evaluation of one episode too, and what it comes to for 1M steps.
-PlainRL's compiler cache is empty in the first round and filled in the others.
+evaluation of one episode too, and what it comes to for 1M steps. PlainRL's compiler cache is empty in the first round
+and filled in the others. Of another program, any command, the speed is the last that it prints: "SPS: 1234" or
+"1,234 steps/s". The arithmetic alone: floating-point operations of the update's matrix products and convolutions, at
+the rate that this machine reaches for a product of 1024 x 1024 matrices in the round.
 """
 
 import argparse
-import csv
 import json
 import os
 import platform
+import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -133,8 +137,57 @@ def work_env(script, env_id, steps, seed):
     return [(0, start), (steps, time.time())]
 
 
-WORKERS = {"sb3": work_sb3, "env": work_env}
-PROGRAMS = {"plainrl": "PlainRL", "sb3": "Stable-Baselines3", "env": "environment alone"}  # in the order of a round
+def work_arithmetic(script, env_id, steps, seed):
+    """Counts the floating-point operations of two iterations of a script, and measures how fast this machine multiplies
+    matrices; returns marks as if it did nothing else. What the scripts leave to numpy, and an LSTM's own products,
+    which PyTorch's counter doesn't know, are not counted: the bound is loose by those."""
+    import torch
+    import torch.utils.tensorboard
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counts, last, task = [], 2 * TASKS[script]["rollout"], TASKS[script]
+
+    class Counter:
+        def __init__(self, folder):
+            pass
+
+        def add_scalar(self, tag, value, step):
+            if tag == "charts/SPS":
+                counts.append((step, flops.get_total_flops()))
+                if step >= last:
+                    sys.exit()
+
+        def flush(self):
+            pass
+
+    torch.utils.tensorboard.SummaryWriter = Counter
+    command = command_of("plainrl", script, env_id, last, seed)
+    sys.argv = command[1:] + ["--no-compile"] * ("--compile" in (ROOT / f"{script}.py").read_text())
+    with FlopCounterMode(display=False) as flops:
+        try:
+            runpy.run_path(command[1], run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+    (first_step, before), (last_step, after) = counts[0], counts[-1]
+    torch.set_num_threads(task["threads"])
+    matrix, times = torch.randn(1024, 1024), []
+    for _ in range(30):
+        start = time.perf_counter()
+        torch.mm(matrix, matrix)
+        times.append(time.perf_counter() - start)
+    return [(0, 0.0), (steps, steps * (after - before) / (last_step - first_step) * median(times) / (2 * 1024**3))]
+
+
+def read_speed(output):
+    """The last number of steps per second in what a program has printed, float; None if there is none."""
+    found = re.findall(r"(?:SPS|FPS)\W*([\d,]+\.?\d*)|([\d,]+\.?\d*) *steps/s", output, re.IGNORECASE)
+    return float("".join(found[-1]).replace(",", "")) if found else None
+
+
+WORKERS = {"sb3": work_sb3, "env": work_env, "arithmetic": work_arithmetic}
+PROGRAMS = {"plainrl": "PlainRL", "sb3": "Stable-Baselines3", "env": "environment alone",
+            "arithmetic": "arithmetic alone"}  # in the order of a round, other programs follow
 
 
 def command_of(program, script, env_id, steps, seed):
@@ -172,29 +225,48 @@ def steady_state(marks, started, ended):
             "wall_s": wall, "wall_s_1m": wall + (FULL_STEPS - last_step) / speed}
 
 
-def measure(program, label, script, env_id, steps, seed, cache):
-    """Runs a program once in a folder of its own, compiler cache in cache; returns a row for the CSV."""
+def run(command, output, folder, settings, **options):
+    """Runs a command in folder, what it prints into the file output -> (began, ended, its exit code, peak MB of its
+    largest process); times in s since 1970."""
+    began = time.time()
+    process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=os.environ | settings, **options)
+    try:
+        _, status, usage = os.wait4(process.pid, 0)
+    except KeyboardInterrupt:
+        process.kill()
+        raise
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return began, time.time(), process.returncode, usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def measure(program, label, script, env_id, steps, seed, cache, command=None):
+    """Runs a program once, ours in a folder of its own with the compiler cache in cache, another's command, a string,
+    where we are; returns a row for the CSV."""
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "output.txt", "w") as output:
         threads = str(TASKS[script]["threads"])
         settings = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), threads)
-        settings |= {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-        started = time.time()
-        process = subprocess.Popen(command_of(program, script, env_id, steps, seed), cwd=folder, stdout=output,
-                                   stderr=output, env=os.environ | settings)
-        try:
-            _, status, usage = os.wait4(process.pid, 0)
-        except KeyboardInterrupt:
-            process.kill()
-            raise
-        ended, process.returncode = time.time(), os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            tail = (Path(folder) / "output.txt").read_text()[-1000:]
-            sys.exit(f"error: {PROGRAMS[program]} failed with exit code {process.returncode}:\n{tail}")
         row = {"round": label, "program": program, "script": script, "env_id": env_id, "seed": seed}
-        row |= steady_state(read_marks(program, Path(folder)), started, ended)
-    row["peak_mb"] = usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)  # of the largest process
-    print(f"round {label}: {PROGRAMS[program]} {row['steps_per_second']:,.0f} steps/s, start-up {row['start_up_s']:.1f}"
-          f" s, whole process {row['wall_s']:.1f} s for {row['steps']:,} steps", flush=True)
+        title = PROGRAMS.get(program, program)
+        if command:
+            began, ended, code, peak_mb = run(command, output, None, {}, shell=True)
+        else:
+            settings |= {"TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+            words = command_of(program, script, env_id, steps, seed)
+            began, ended, code, peak_mb = run(words, output, folder, settings)
+        said = (Path(folder) / "output.txt").read_text()
+        if code:
+            sys.exit(f"error: {title} failed with exit code {code}:\n{said[-1000:]}")
+        if not command:
+            row |= steady_state(read_marks(program, Path(folder)), began, ended)
+        elif speed := read_speed(said):
+            row |= {"steps": "", "steps_per_second": speed, "start_up_s": "", "wall_s": ended - began, "wall_s_1m": ""}
+        else:
+            sys.exit(f"error: {title} printed no speed, such as SPS: 1234 or 1,234 steps/s:\n{said[-1000:]}")
+        row["peak_mb"] = peak_mb
+    if program in ("env", "arithmetic"):  # they are no program that anybody would run
+        row |= {"start_up_s": "", "wall_s_1m": "", "peak_mb": ""}
+    print(f"round {label}, {script}: {title} {row['steps_per_second']:,.0f} steps/s, whole process "
+          f"{row['wall_s']:.1f} s", flush=True)
     return row
 
 
@@ -210,23 +282,45 @@ def spread(values, form):
 
 
 def tables(rows):
-    """The Markdown tables of all rounds (not of --full)."""
+    """The Markdown tables of all rounds of a script (not of --full)."""
     lines = ["| | steps/s: median | min | max | start-up, s: first round | later | 1M steps, s: first round | later | "
              "peak memory, MB |", "|---|" + "---:|" * 8]
-    for program, title in PROGRAMS.items():
+    programs = list(dict.fromkeys(row["program"] for row in rows))
+    for program in programs:
         runs = [row for row in rows if row["program"] == program]
-        times = [f"{median(column):.1f}" if column else "-" for name in ("start_up_s", "wall_s_1m")
+        times = [f"{median(column):.1f}" if column and column[0] != "" else "-" for name in ("start_up_s", "wall_s_1m")
                  for column in ([run[name] for run in runs[:1]], [run[name] for run in runs[1:]])]
-        lines.append(f"| {title} | {spread([run['steps_per_second'] for run in runs], ',.0f')} | {' | '.join(times)} | "
-                     f"{max(run['peak_mb'] for run in runs):.0f} |")
+        peaks = [run["peak_mb"] for run in runs if run["peak_mb"] != ""]
+        speeds = spread([run["steps_per_second"] for run in runs], ",.0f")
+        peak = f"{max(peaks):.0f}" if peaks else "-"
+        lines.append(f"| {PROGRAMS.get(program, program)} | {speeds} | {' | '.join(times)} | {peak} |")
     lines += ["", "| ratio | median | min | max | round by round |", "|---|---:|---:|---:|---|"]
-    for name, *which in (("steps/s, PlainRL / SB3", "steps_per_second", "plainrl", "sb3"),
-                         ("steps/s, PlainRL / environment alone", "steps_per_second", "plainrl", "env"),
-                         ("1M steps, SB3's time / PlainRL's", "wall_s_1m", "sb3", "plainrl")):
+    wanted = [(f"steps/s, PlainRL / {PROGRAMS.get(program, program)}", "steps_per_second", "plainrl", program)
+              for program in programs if program != "plainrl"]
+    if "sb3" in programs:
+        wanted.insert(1, ("1M steps, Stable-Baselines3's time / PlainRL's", "wall_s_1m", "sb3", "plainrl"))
+    for name, *which in wanted:
         found = ratios(rows, *which)
         lines.append(f"| {name} | {spread(found, '.2f')} | {', '.join(f'{x:.2f}' for x in found)} |")
     return "\n".join([*lines, "", "steps/s: steady state. 1M steps: whole process, projected from its wall time and "
                       "steps/s. What PlainRL compiles in the first round it finds in the compiler's cache later."])
+
+
+def draw(rows, path):
+    """A chart beside the CSV at path: a bar for each script and program, the median, and a line from min to max."""
+    from benchmark.figures import COLORS, draw_intervals, save
+
+    programs = [program for program in dict.fromkeys(row["program"] for row in rows)
+                if program not in ("env", "arithmetic")]
+    bars = []
+    for script in dict.fromkeys(row["script"] for row in rows):
+        for program in programs:
+            speeds = [row["steps_per_second"] for row in rows if (row["script"], row["program"]) == (script, program)]
+            bars.append({"name": f"{script}, {PROGRAMS.get(program, program)}", "variant": program,
+                         "value": median(speeds), "low": min(speeds), "high": max(speeds)})
+    looks = {program: (COLORS[i % len(COLORS)],) for i, program in enumerate(programs)}
+    figure = draw_intervals(bars, looks, "environment steps per second", bars=True)
+    save(figure, bars, path.parent, f"{path.stem}_chart", "Speed")
 
 
 def machine():
@@ -238,43 +332,63 @@ def machine():
             f"{platform.platform()}; load before the first run {os.getloadavg()[0]:.2f}")
 
 
-def main():
+def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("script", nargs="?", choices=TASKS, default="ppo_continuous_action", help="script to measure")
+    parser.add_argument("scripts", nargs="*", metavar="SCRIPT", default=["ppo_continuous_action"],
+                        help=f"scripts to measure, of {', '.join(TASKS)} (default ppo_continuous_action)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program (default 3)")
     parser.add_argument("--steps", type=int, help="env steps of a run (default: 30, 16 or 50 iterations)")
     parser.add_argument("--env-id", help="environment (default HalfCheetah-v5, for Atari BreakoutNoFrameskip-v4)")
+    parser.add_argument("--versus", choices=("sb3", "none"), default="sb3", help="the peer (default sb3)")
+    parser.add_argument("--other", action="append", metavar="NAME=COMMAND", default=[], help="one more program")
     parser.add_argument("--full", action="store_true", help="then really run 1M steps of each once, empty cache")
-    parser.add_argument("--csv", type=Path, help="write one row for each run to this file")
+    parser.add_argument("--out", type=Path, metavar="FILE.csv", help="write each run's figures to this file, tables to "
+                        "FILE.md, a chart to FILE_chart.png and .svg")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first round (default 1)")
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    task = TASKS[args.script]
-    env_id, steps, rollout = args.env_id or task["env_id"], args.steps or task["steps"], task["rollout"]
-    if args.worker:
-        return print(json.dumps(WORKERS[args.worker](args.script, env_id, steps, args.seed)))
-    steps = steps // rollout * rollout
-    if steps < 2 * rollout or args.rounds < 1:
-        parser.error(f"the steady state needs --steps {2 * rollout} (two iterations) or more, and one of --rounds")
+    args.others = dict(other.partition("=")[::2] for other in args.other)
+    rollouts = [TASKS[script]["rollout"] for script in args.scripts if script in TASKS]
+    if unknown := [script for script in args.scripts if script not in TASKS]:
+        parser.error(f"there is no {', '.join(unknown)} to measure: {', '.join(TASKS)} are")
+    least = 2 * max(rollouts)
+    if args.rounds < 1 or args.steps is not None and not args.worker and args.steps < least:
+        parser.error(f"the steady state needs --steps {least} or more, two iterations, and one of --rounds")
+    if not all(args.others) or not all(args.others.values()) or args.others.keys() & PROGRAMS.keys():
+        parser.error(f"--other must be NAME=COMMAND, the name none of {', '.join(PROGRAMS)}")
+    return args
 
-    machine_line, rows = machine(), []
-    with tempfile.TemporaryDirectory() as cache:
-        for i in range(args.rounds):
-            rows += [measure(name, i + 1, args.script, env_id, steps, args.seed + i, Path(cache, "rounds"))
-                     for name in PROGRAMS]
-        full_steps = FULL_STEPS // rollout * rollout
-        full = [measure(name, "full", args.script, env_id, full_steps, args.seed, Path(cache, "full"))
-                for name in ("plainrl", "sb3") if args.full]
-    if args.csv:
-        args.csv.parent.mkdir(parents=True, exist_ok=True)
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], "machine"])
-            writer.writeheader()
-            writer.writerows(row | {"machine": machine_line} for row in rows + full)
-    print(f"\n{tables(rows)}\n\n{machine_line}")
-    if full:
-        print(f"1M steps, whole process, really run: SB3 takes {ratios(full, 'wall_s', 'sb3', 'plainrl')[0]:.2f} times "
-              "as long as PlainRL")
+
+def main():
+    args = parse_args()
+    if args.worker:
+        script = args.scripts[0]
+        return print(json.dumps(WORKERS[args.worker](script, args.env_id, args.steps, args.seed)))
+    programs = [program for program in PROGRAMS if program != "sb3" or args.versus == "sb3"]
+    programs += args.others
+    texts, rows, full, machine_line = [], [], [], machine()
+    for script in args.scripts:
+        task = TASKS[script]
+        env_id, rollout = args.env_id or task["env_id"], task["rollout"]
+        steps, full_steps = (args.steps or task["steps"]) // rollout * rollout, FULL_STEPS // rollout * rollout
+        with tempfile.TemporaryDirectory() as cache:
+            mine = [measure(name, i + 1, script, env_id, steps, args.seed + i, Path(cache, "rounds"),
+                            args.others.get(name)) for i in range(args.rounds) for name in programs]
+            ran = [measure(name, "full", script, env_id, full_steps, args.seed, Path(cache, "full"))
+                   for name in ("plainrl", "sb3") if args.full and name in programs]
+        texts.append(f"## {script}, {env_id}\n\n{tables(mine)}")
+        if len(ran) == 2:
+            longer = ratios(ran, "wall_s", "sb3", "plainrl")[0]
+            texts.append(f"1M steps, whole process, really run: SB3 takes {longer:.2f} times as long as PlainRL.")
+        rows, full = rows + mine, full + ran
+    text = "\n\n".join([*texts, machine_line])
+    if args.out:
+        from benchmark.collect import write_csv
+
+        write_csv(args.out, [row | {"machine": machine_line} for row in rows + full])
+        args.out.with_suffix(".md").write_text(text + "\n")
+        draw(rows, args.out)
+    print(f"\n{text}")
 
 
 if __name__ == "__main__":

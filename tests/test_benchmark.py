@@ -146,12 +146,83 @@ def test_speed_tables():
     """One line for each program and each ratio; the median of the later rounds leaves the first, compiling, one out."""
     rows = [{"round": r, "program": p, "steps_per_second": v * s, "start_up_s": 10.0 * (3 - r), "wall_s_1m": 1e4 / v,
              "peak_mb": 50.0 * r}
-            for r, s in ((1, 1), (2, 3)) for p, v in (("plainrl", 800), ("sb3", 100), ("env", 1600))]
+            for r, s in ((1, 1), (2, 3)) for p, v in (("plainrl", 800), ("sb3", 100), ("env", 1600), ("Other", 200))]
+    for row in rows:
+        row |= {"start_up_s": "", "wall_s_1m": "", "peak_mb": ""} if row["program"] == "env" else {}
     text = speed.tables(rows)
     assert "| PlainRL | 1,600 | 800 | 2,400 | 20.0 | 10.0 | 12.5 | 12.5 | 100 |" in text
-    assert "| steps/s, PlainRL / SB3 | 8.00 | 8.00 | 8.00 | 8.00, 8.00 |" in text
+    assert "| environment alone | 3,200 | 1,600 | 4,800 | - | - | - | - | - |" in text
+    assert "| steps/s, PlainRL / Stable-Baselines3 | 8.00 | 8.00 | 8.00 | 8.00, 8.00 |" in text
     assert "| steps/s, PlainRL / environment alone | 0.50 |" in text
-    assert "| 1M steps, SB3's time / PlainRL's | 8.00 |" in text
+    assert "| steps/s, PlainRL / Other | 4.00 |" in text
+    assert "| 1M steps, Stable-Baselines3's time / PlainRL's | 8.00 |" in text
+    assert "1M steps" not in speed.tables([row for row in rows if row["program"] != "sb3"]).split("ratio")[1].split(
+        "steps/s: steady")[0]
+
+
+@pytest.mark.parametrize("said, number", [
+    ("SPS: 12\nglobal_step=5, SPS: 1234\n", 1234.0), ("at 1,234.5 steps/s, 3 left", 1234.5), ("sps 7", 7.0),
+    ("FPS = 300", 300.0), ("12 seconds", None), ("", None)])
+def test_speed_of_another_program_is_the_last_that_it_prints(said, number):
+    assert speed.read_speed(said) == number
+
+
+def test_speed_beside_any_command(tmp_path, monkeypatch, capsys):
+    """What a user gets: the CSV, the tables, the chart; the other program is run as it is written, where we are."""
+    rows = iter([{"steps": 4096, "steps_per_second": x, "start_up_s": 1.0, "wall_s": 2.0, "wall_s_1m": 9.0}
+                 for x in (1000.0, 500.0, 250.0, 8000.0)])
+    monkeypatch.setattr(speed, "steady_state", lambda *marks: next(rows))
+    monkeypatch.setattr(speed, "read_marks", lambda *run: [])
+    monkeypatch.setattr(speed, "command_of", lambda *run: ["true"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["speed", "ppo_atari", "--rounds", "1", "--out", "out/speed.csv", "--other",
+                                      "Mine=echo here > here.txt; echo SPS: 2000"])
+    speed.main()
+    assert (tmp_path / "here.txt").exists()
+    table = (tmp_path / "out" / "speed.md").read_text()
+    assert "## ppo_atari, BreakoutNoFrameskip-v4" in table and "| steps/s, PlainRL / Mine | 0.50 |" in table
+    with open(tmp_path / "out" / "speed.csv") as file:
+        speeds = {row["program"]: float(row["steps_per_second"]) for row in csv.DictReader(file)}
+    assert speeds == {"plainrl": 1000.0, "sb3": 500.0, "env": 250.0, "arithmetic": 8000.0, "Mine": 2000.0}
+    assert (tmp_path / "out" / "speed_chart.png").stat().st_size > 5000 and "PlainRL / Mine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags, sentence", [
+    (["ppo_atri"], "no ppo_atri to measure"), (["--steps", "4095"], "needs --steps 4096"),
+    (["--steps", "0"], "needs --steps 4096"), (["--rounds", "0"], "one of --rounds"),
+    (["--other", "x"], "NAME=COMMAND"), (["--other", "sb3=ls"], "the name none of")])
+def test_speed_refuses_bad_flags(flags, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["speed", *flags])
+    with pytest.raises(SystemExit, match="2"):
+        speed.parse_args()
+    assert sentence in capsys.readouterr().err
+
+
+def test_speed_of_a_program_without_a_speed_is_an_error(tmp_path):
+    with pytest.raises(SystemExit, match="printed no speed"):
+        speed.measure("Mine", 1, "ppo_atari", "x", 1, 1, tmp_path, "echo nothing")
+    with pytest.raises(SystemExit, match="exit code 3"):
+        speed.measure("Mine", 1, "ppo_atari", "x", 1, 1, tmp_path, "exit 3")
+
+
+def test_speed_of_the_arithmetic_counts_the_products_of_an_iteration():
+    """DDPG's hundred updates on Pendulum, counted by hand: products of 256 rows, forward and backward."""
+    code = f"""if True:
+        import sys; sys.path.insert(0, {str(ROOT)!r})
+        from statistics import median
+        from benchmark import speed
+        import torch
+        speed.median = lambda times: 2 * 1024**3 / 1e9  # a machine of 1 GFLOPS
+        torch.set_num_threads(1)
+        print(speed.work_arithmetic("ddpg_continuous_action", "Pendulum-v1", 1000, 1)[1])"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    steps, seconds = eval(done.stdout.splitlines()[-1])
+    actor, critic = 3 * 256 + 256 * 256 + 256, 4 * 256 + 256 * 256 + 256
+    # Targets forward; critic forward and backward, its first layer without its inputs' gradient; actor likewise,
+    # through the critic, of which only the inputs' gradients are needed
+    products = (actor + critic) + (3 * critic - 4 * 256) + (3 * actor - 3 * 256) + 2 * critic
+    assert steps == 1000 and seconds == pytest.approx(1000 * 2 * 256 * products / 1e9, rel=0.02)
 
 
 def test_speed_reads_marks_of_a_script_from_its_events(tmp_path):
