@@ -70,7 +70,6 @@ class AlgorithmArgs:
     norm_adv: bool = True  # normalise the advantages of each rollout
     ent_coef: float = 0.0  # coefficient of the entropy
     vf_coef: float = 0.5  # coefficient of the value loss
-    max_grad_norm: float = 0.5  # largest norm of the gradient, actor and critic together
     bootstrap_truncated: bool = True  # bootstrap from the last observation of an episode that a time limit cut
 
 
@@ -103,7 +102,7 @@ def parse_args():
         free = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval", "checkpoint_interval")
         if changed := [f"{k} = {v}" for k, v in asdict(own).items() if v != getattr(args, k) and k not in free]:
             fail(f"{run} was made with {', '.join(changed)}: give no other value, or start a new run")
-    positive = ("num_envs", "checkpoint_interval", "eval_episodes", "video_interval", "learning_rate", "max_grad_norm",
+    positive = ("num_envs", "checkpoint_interval", "eval_episodes", "video_interval", "learning_rate",
                 "total_timesteps")
     problems = [
         (not all(getattr(args, name) > 0 for name in positive), f"{', '.join(positive)} must be above 0"),
@@ -328,9 +327,9 @@ def vpg_loss(params, agent, batch, args):
 
 
 def vpg_update(params, optimizer, agent, batch, lr, args):
-    """A step of Adam, in place, on a rollout; returns METRICS. params and Adam's state are flat."""
+    """A step of Adam, in place, on a rollout; returns METRICS. params and Adam's state are flat. The gradient isn't
+    clipped: the norm is mostly the critic's, whose returns have no scale, and the actor would hardly move."""
     grads, metrics = torch.func.grad(vpg_loss, has_aux=True)(params, agent, batch, args)
-    grads = grads * torch.clamp(args.max_grad_norm / (grads.norm() + 1e-6), max=1.0)
     adam([params], [grads], [optimizer["exp_avg"]], [optimizer["exp_avg_sq"]], [], [optimizer["step"]], lr=lr, eps=1e-5,
          beta1=0.9, beta2=0.999, weight_decay=0.0, amsgrad=False, maximize=False, foreach=False)
     return metrics
