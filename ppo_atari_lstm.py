@@ -285,37 +285,37 @@ def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
 
 
 class Agent(nn.Module):
-    """The network of https://www.nature.com/articles/nature14236 for one frame, shared by policy and value (A9, A10),
-    on it a recurrent core: weights orthogonal, biases 0 (l1; baselines a2c/utils.py)."""
+    """The network of https://www.nature.com/articles/nature14236, shared by policy and value (A9, A10), on it a core:
+    orthogonal, biases 0 (l1), not flattened on a GPU, which would take its weights out of the one flat tensor."""
     def __init__(self, num_actions, args):
         super().__init__()
-        self.memory, self.parts, self.network = args.memory, 1 + (args.cell == "lstm"), nn.Sequential(
+        self.keeps_memory, self.num_states, self.network = args.memory, 1 + (args.cell == "lstm"), nn.Sequential(
             layer_init(nn.Conv2d(16, 32, 2)), nn.ReLU(), layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU(),
             layer_init(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten(), layer_init(nn.Linear(3136, 512)), nn.ReLU())
-        self.cell = getattr(nn, args.cell.upper())(512, args.hidden_size)
+        self.cell, self.cell.flatten_parameters = getattr(nn, args.cell.upper())(512, args.hidden_size), lambda: None
         for name, parameter in self.cell.named_parameters():
-            nn.init.orthogonal_(parameter) if "weight" in name else nn.init.zeros_(parameter)
+            (nn.init.orthogonal_ if "weight" in name else nn.init.zeros_)(parameter)
         self.actor = layer_init(nn.Linear(args.hidden_size, num_actions), 0.01)
         self.critic = layer_init(nn.Linear(args.hidden_size, 1), 1.0)
 
     def recur(self, x, memory, dones=None):
-        """The recurrent core over x (num_steps, n, inputs) from a memory, its state (1, an LSTM's 2, n, hidden_size).
-        Returns outputs (num_steps, n, hidden_size) and the memory after the last step; with dones, bool (num_steps, n),
-        where episodes end, outputs alone count. Then the parts of episodes lie side by side, padded, in one call."""
-        if dones is not None:
-            starts = torch.cat((torch.ones_like(dones[:1]), dones[:-1] if self.memory else torch.ones_like(dones[:-1])))
-            row, steps = starts.T.flatten().cumsum(0).view_as(dones.T).T - 1, torch.arange(len(x), device=x.device)
-            step = steps[:, None] - torch.where(starts, steps[:, None], 0).cummax(0)[0]
-            x = x.new_zeros(step.max() + 1, row.max() + 1, x.shape[2]).index_put((step, row), x)
-            memory = memory.new_zeros(len(memory), x.shape[1], memory.shape[2]).index_copy(1, row[0], memory)  # l3
-        x, memory = self.cell(x, memory.split(1) if len(memory) == 2 else memory)
-        memory = torch.cat(memory) if isinstance(memory, tuple) else memory
-        return x if dones is None else x[step, row], memory * self.memory
+        """The recurrent core: x (num_steps, n, inputs), memory, its state (num_states, n, hidden_size), before them ->
+        outputs (num_steps, n, hidden_size) and the memory after them. dones: bool (num_steps, n), an episode ends; none
+        does without. It is called for stretches of steps without an end, which equals a loop over single steps."""
+        if not self.keeps_memory:  # then all steps are first ones
+            return self.cell(x.flatten(0, 1)[None])[0].view(*x.shape[:2], -1), memory
+        outputs, cuts = [], [0] if dones is None else [0, *(dones[:-1].any(1).nonzero()[:, 0] + 1).tolist()]
+        for begin, end in zip(cuts, [*cuts[1:], len(x)]):
+            memory = memory.masked_fill(dones[begin - 1, :, None], 0.0) if begin else memory  # l3
+            output, memory = self.cell(x[begin:end], memory.split(1) if self.num_states == 2 else memory)
+            memory = torch.cat(memory) if self.num_states == 2 else memory
+            outputs.append(output)
+        return torch.cat(outputs), memory
 
     def heads(self, obs, memory, dones=None):
         """obs uint8 (num_steps, n, 1, 84, 84) -> logits (num_steps, n, num_actions), values (num_steps, n), memory."""
-        x = nn.functional.pixel_unshuffle(obs.flatten(0, 1) / 255.0, 4)  # A8; on blocks of 4 x 4 the first convolution
-        x = self.network(x.contiguous(memory_format=torch.channels_last))  # is Conv2d(1, 32, 8, stride=4), and faster
+        x = nn.functional.pixel_unshuffle(obs.flatten(0, 1) / 255.0, 4)  # A8; in blocks of pixels Conv2d(16, 32, 2)
+        x = self.network(x.contiguous(memory_format=torch.channels_last))  # is Conv2d(1, 32, 8, stride=4), but faster
         hidden, memory = self.recur(x.view(*obs.shape[:2], -1), memory, dones)
         return self.actor(hidden).log_softmax(2), self.critic(hidden).squeeze(2), memory
 
@@ -441,7 +441,7 @@ def load_checkpoint(run_dir):
 def evaluate(agent, args, video_dir=None):
     """Plays --eval-episodes with the likeliest actions and a seed of its own; prints and returns results."""
     envs = Envs(args.env_id, 1, (args.seed, 1), video_dir=video_dir and video_dir / "evaluation")
-    episodes, memory = [], torch.zeros(agent.parts, 1, args.hidden_size, device=agent.actor.bias.device)  # l2
+    episodes, memory = [], torch.zeros(agent.num_states, 1, args.hidden_size, device=agent.actor.bias.device)  # l2
     while len(episodes) < args.eval_episodes:
         logits, _, memory = agent.step(envs.obs, memory)
         envs.probabilities = np.exp(logits[0] - np.logaddexp.reduce(logits[0]))
@@ -478,7 +478,7 @@ if __name__ == "__main__":
     params = nn.utils.parameters_to_vector(agent.parameters()).detach()
     nn.utils.vector_to_parameters(params, agent.parameters())  # from here on they are views of one flat tensor
     optimizer = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")} | {"step": params.new_zeros(())}
-    memory = torch.zeros(agent.parts, args.num_envs, args.hidden_size, device=device)  # l2
+    memory = torch.zeros(agent.num_states, args.num_envs, args.hidden_size, device=device)  # l2
     progress = {"iteration": 0, "wall_seconds": 0.0, "recent_returns": [], "wandb_id": None, "log_sizes": {}}
     if checkpoint:
         try:
