@@ -211,6 +211,12 @@ class Slurm:
         self.folder, self.args = folder, args
         if args.gpus_per_run % 1:
             raise EngineError("--gpus-per-run must be a whole number: Slurm's runs don't share GPUs")
+        parts = (args.time or "-").split(":")  # minutes, minutes:seconds or hours:minutes:seconds; with days it is long
+        if all(part.isdigit() for part in parts):
+            seconds = sum(int(part) * unit for part, unit in zip(parts, (3600, 60, 1)[len(parts) != 3 :]))
+            if seconds < 300:
+                raise EngineError(f"--time {args.time} is too short: two minutes before its limit a run is saved and put "
+                                  "back into the queue, so give five minutes or more")
         self.arrays = read_json(folder / "slurm.json")  # {job's id: names of its tasks}
         self.tasks, self.asked, self.refused = None, 0.0, 0.0
 

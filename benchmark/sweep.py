@@ -281,6 +281,8 @@ def main():
         engine.open()
         write_json(folder / "sweep.json", {"retries": args.retries, "stall_minutes": args.stall_minutes, "runs": runs})
         sweep.begin()
+        if args.backend != "slurm" and (jobs := " ".join(read_json(folder / "slurm.json"))):
+            print(f"Slurm's jobs {jobs} were submitted for this folder, too: `scancel {jobs}` takes back what waits")
         print(f"{len(runs)} runs, {engine}, in {folder}: {summary(sweep.jobs)}", flush=True)
         sys.exit(sweep.run())
     except (SuiteError, EngineError) as error:

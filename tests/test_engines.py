@@ -409,6 +409,26 @@ def test_flags_are_in_the_file_for_sbatch(tmp_path, changes, expected):
     assert directives_of(text) == always | expected
 
 
+@pytest.mark.parametrize("limit", ["4", "0", "4:59", "0:04:59"])
+def test_a_time_limit_that_only_requeues_is_refused(tmp_path, limit):
+    """A job of two minutes would be told at its start that its end is near."""
+    with pytest.raises(engines.EngineError, match=f"--time {limit} is too short"):
+        engines.Slurm(tmp_path, {}, slurm_args(time=limit))
+
+
+@pytest.mark.parametrize("limit", ["5", "120", "5:00", "0:05:00", "1-0", "1-00:02", "0:30:00", "x"])
+def test_longer_time_limits_are_left_to_slurm(tmp_path, limit):
+    engines.Slurm(tmp_path, {}, slurm_args(time=limit))
+
+
+def test_another_backend_names_the_slurm_jobs_of_its_folder(tmp_path, start):
+    suite, folder = make_suite(tmp_path, "Good-v0"), tmp_path / "out"
+    folder.mkdir()
+    (folder / "slurm.json").write_text('{"17": ["one"], "18": []}')
+    code, said = finish(start(suite, folder))
+    assert code == 0 and "`scancel 17 18` takes back what waits" in said
+
+
 def test_slurm_runs_a_suite(tmp_path, slurm, start):
     """One job, two of its three tasks at a time, each with its threads and its log."""
     suite, folder = make_suite(tmp_path, "Gate-v0", seeds=3), tmp_path / "out"
