@@ -215,8 +215,8 @@ class Slurm:
         if all(part.isdigit() for part in parts):
             seconds = sum(int(part) * unit for part, unit in zip(parts, (3600, 60, 1)[len(parts) != 3 :]))
             if seconds < 300:
-                raise EngineError(f"--time {args.time} is too short: two minutes before its limit a run is saved and put "
-                                  "back into the queue, so give five minutes or more")
+                raise EngineError(f"--time {args.time} is too short: two minutes before its limit a run is saved and "
+                                  "put back into the queue, so give five minutes or more")
         self.arrays = read_json(folder / "slurm.json")  # {job's id: names of its tasks}
         self.tasks, self.asked, self.refused = None, 0.0, 0.0
 
