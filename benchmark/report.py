@@ -80,11 +80,12 @@ def published_row(row, env_id):
 
 class Report:
     """Blocks of text, tables and figures, in their order: tuples of a kind and what belongs to it. runs: of both sets,
-    with their variants named; center: "iqm" or "mean"; folder: of the report; files: paths written so far."""
+    with their variants named; shared: {script: flags that all its variants have}; center: "iqm" or "mean"; folder: of
+    the report; files: paths written so far."""
 
-    def __init__(self, runs, troubles, center, folder):
+    def __init__(self, runs, shared, troubles, center, folder):
         self.runs, self.troubles, self.folder, self.center, self.blocks = runs, troubles, folder, center, []
-        self.files, self.published, self.warnings = [], read_published(), []
+        self.shared, self.files, self.published, self.warnings = shared, [], read_published(), []
         self.variants = list(dict.fromkeys(run.variant for run in sorted(runs, key=lambda run: run.variant)))
         self.env_ids = sorted({run.env_id for run in runs})
         self.looks = {variant: (COLORS[i % len(COLORS)], STYLES[i // len(COLORS) % len(STYLES)])
@@ -118,6 +119,8 @@ class Report:
         counts = ", ".join(f"{n} {state}" for state, n in sorted(states.items()))
         self.add("p", f"{len(self.runs)} runs: {counts}; drawn on {time.strftime('%Y-%m-%d at %H:%M')}. Averages, "
                       "intervals and statistics are of finished runs only.")
+        for script, flags in self.shared.items():
+            self.add("p", f"All variants of {script} have {flags}.")
         few = [(n, env_id) for env_id in self.env_ids for variant in self.variants
                if 0 < (n := len(self.scores(env_id, variant))) < FEW]
         if few:
@@ -316,9 +319,9 @@ def draw(args, folder):
     for paths, found in ((args.runs, runs), (args.compare, others)):
         if paths and not found:
             refuse(f"no run in {', '.join(map(str, paths))}: a run's folder has a config.json, a sweep's a sweep.json")
-    name_variants(runs, others)
+    shared = name_variants(runs, others)
     folder.mkdir(parents=True, exist_ok=True)
-    report = Report(runs + others, troubles + more, args.center, folder)
+    report = Report(runs + others, shared, troubles + more, args.center, folder)
     ended = all(run.state in ("finished", "failed") for run in report.runs)
     write(folder / "report.html", to_html(report.blocks, args.interval if args.watch and not ended else None))
     write(folder / "report.md", to_markdown(report.blocks))

@@ -18,6 +18,7 @@ DAMAGE = (OSError, ValueError, KeyError, TypeError)  # what a damaged or half-wr
 RUN_ONLY = ("exp_name", "torch_deterministic", "cuda", "compile", "num_threads", "track", "wandb_project_name",
             "wandb_entity", "capture_video", "video_interval", "save_model", "checkpoint_interval", "eval_episodes",
             "eval_interval", "resume", "evaluate")
+NO_VARIANT = (*RUN_ONLY, "total_timesteps", "env_id", "seed", "run_name")  # flags that make no variant
 
 
 @dataclass
@@ -155,16 +156,23 @@ def without_paths(text):
 
 def name_variants(runs, others):
     """Gives each run its variant: script and the flags that differ from its defaults, or, for a script of somewhere
-    else, from one run to another; the steps where they differ within it; others, to be compared, get a mark."""
-    everything = runs + others
+    else, from one run to another; the steps where they differ within it; others, to be compared, get a mark. What all
+    variants of a script have in common is no part of their names -> {script: those flags, on a command line}."""
+    everything, shared = runs + others, {}
     for script in {run.script for run in everything}:
         same = [run for run in everything if run.script == script]
         known = [run for run in same if run.row] or same  # of one that hasn't begun not all flags may be known
         defaults = script_defaults([script]) or {
             name: x for name, x in known[0].args.items() if all(run.args.get(name) == x for run in known)}
-        for run in same:
-            args = {name: x for name, x in run.args.items() if name not in (*RUN_ONLY, "total_timesteps")}
-            run.variant = without_paths(f"{script} {changed_flags(args, defaults)}".rstrip())
+        flags = [{name: x for name, x in run.args.items() if name not in NO_VARIANT and (
+            name not in defaults or x != defaults[name])} for run in same]
+        common = {name: x for name, x in flags[0].items() if all(other.get(name) == x for other in flags)}
+        if all(other == common for other in flags):  # one variant is named in full
+            common = {}
+        shared[script] = without_paths(changed_flags(common, {}))
+        for run, own in zip(same, flags):
+            own = {name: x for name, x in own.items() if name not in common}
+            run.variant = without_paths(f"{script} {changed_flags(own, {})}".rstrip())
     lengths = defaultdict(set)
     for run in everything:
         lengths[run.env_id, run.variant].add(run.planned_steps)
@@ -175,6 +183,7 @@ def name_variants(runs, others):
     for run in others:
         run.mark = f" ({mark})"
         run.variant += run.mark
+    return {script: flags for script, flags in shared.items() if flags}
 
 
 def mark_of(runs, others):

@@ -15,6 +15,7 @@ import torch.nn as nn
 from test_ppo import SPACES, adam_state, flat, toy
 from torch.distributions import Categorical
 
+import ppo_atari_lstm
 import ppo_lstm as ppo
 
 CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "rnn": nn.RNNCell}
@@ -71,7 +72,7 @@ def randomised(agent, size=0.3):
 
 
 def memories_by_steps(agent, x, memory, dones):
-    """The memory after each step, (num_steps, n, parts, hidden_size), the outputs first: each environment by itself,
+    """The memory after each step, (num_steps, n, num_states, hidden_size), the outputs first: each environment alone,
     step by step, zero where an episode begins, and at every step of an agent without memory."""
     core, rows = agent.cell, []
     cell = CELLS[type(core).__name__.lower()](core.input_size, core.hidden_size)
@@ -80,7 +81,7 @@ def memories_by_steps(agent, x, memory, dones):
     for i in range(x.shape[1]):
         state, row = memory[:, i], []
         for step in range(len(x)):
-            if step and (dones[step - 1, i] or not agent.memory):
+            if not agent.keeps_memory or step and dones[step - 1, i]:
                 state = torch.zeros_like(state)
             state = torch.stack(cell(x[step, i], tuple(state))) if len(state) == 2 else cell(x[step, i], state[0])[None]
             row.append(state)
@@ -116,7 +117,7 @@ def random_batch(agent, dones):
     actions = [Categorical(probs=mask).sample() for mask in masks.split(agent.nvec, 2)]
     logprobs = -torch.rand(shape).double() - 1
     return {"obs": torch.cat((torch.randn(*shape, obs_dim).double(), masks), 2), "actions": torch.stack(actions, 2),
-            "dones": dones, "memory": torch.randn(agent.parts, shape[1], agent.cell.hidden_size).double(),
+            "dones": dones, "memory": torch.randn(agent.num_states, shape[1], agent.cell.hidden_size).double(),
             "logprobs": logprobs} | {name: torch.randn(shape).double() for name in ("values", "advantages", "returns")}
 
 
@@ -148,7 +149,7 @@ def test_l1_weights_are_orthogonal_and_biases_zero(cell, gates):
                         (agent.critic, 1.0)):
         assert_orthogonal(layer.weight, gain)
         assert not layer.bias.detach().any()
-    assert type(agent.cell) is getattr(nn, cell.upper()) and agent.parts == 1 + (cell == "lstm")
+    assert type(agent.cell) is getattr(nn, cell.upper()) and agent.num_states == 1 + (cell == "lstm")
     shapes = {"weight_ih_l0": (gates * 20, 64), "weight_hh_l0": (gates * 20, 20), "bias_ih_l0": (gates * 20,),
               "bias_hh_l0": (gates * 20,)}
     assert {name: tuple(x.shape) for name, x in agent.cell.named_parameters()} == shapes
@@ -168,10 +169,28 @@ def test_outputs_and_gradients_equal_those_of_a_loop_over_steps(cell, memory):
     results = []
     for outputs in (agent(batch), outputs_by_steps(agent, batch)):
         loss = sum((w * x).sum() for w, x in zip(weights, outputs))
-        results.append([*outputs, *torch.autograd.grad(loss, [*agent.parameters(), batch["obs"], batch["memory"]])])
+        inputs = [*agent.parameters(), batch["obs"], batch["memory"]]
+        results.append([*outputs, *torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)])
     for ours, theirs in zip(*results):
         torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-10)
-    assert all((grad != 0).any() for grad in results[0][3:])
+    assert all((grad != 0).any() for grad in results[0][3:]) == memory
+
+
+@pytest.mark.parametrize("script", [ppo, ppo_atari_lstm], ids=lambda script: script.__name__)
+def test_the_cores_weights_stay_in_the_flat_tensor(script, monkeypatch):
+    """cuDNN's flattening, which a CPU doesn't do, would move them out at the first step after an update."""
+    args = script.Args(hidden_size=6)
+    agent = script.Agent(3, [4], args) if script is ppo else script.Agent(4, args)
+    params, flattened = flat(agent), []
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flattened.append)
+    views = params.split([p.numel() for p in agent.parameters()])
+    views = {name: view.view(p.shape) for (name, p), view in zip(agent.named_parameters(), views)}
+    obs = torch.zeros(2, 1, 7) if script is ppo else torch.zeros(2, 1, 1, 84, 84, dtype=torch.uint8)
+    batch = {"obs": obs, "actions": torch.zeros(2, 1, 1, dtype=int)[(...,) if script is ppo else (..., 0)],
+             "dones": torch.zeros(2, 1, dtype=bool), "memory": torch.zeros(2, 1, 6)}
+    torch.func.functional_call(agent, views, (batch,))
+    agent.step(obs[0].numpy(), batch["memory"])
+    assert not flattened
 
 
 @pytest.mark.parametrize("cell, memory", CELL_AND_MEMORY)
@@ -193,10 +212,10 @@ def test_outputs_depend_on_their_own_episode_and_its_past_alone(cell, memory):
             expected[first : step + 1, i] = True
             for output in (logprobs, values):
                 in_obs, in_memory = torch.autograd.grad(output[step, i], [batch["obs"], batch["memory"]],
-                                                        retain_graph=True)
+                                                        retain_graph=True, allow_unused=True, materialize_grads=True)
                 assert torch.equal((in_obs[..., :3] != 0).any(2), expected)
-                assert torch.equal((in_memory != 0).all(2), torch.arange(3).expand(agent.parts, 3) == (
-                    -1 if ends else i))
+                assert torch.equal((in_memory != 0).all(2), torch.arange(3).expand(agent.num_states, 3) == (
+                    -1 if ends or not memory else i))
 
 
 @pytest.mark.parametrize("cell, memory", CELL_AND_MEMORY)
@@ -206,7 +225,7 @@ def test_rollouts_and_training_agree(cell, memory, env_id):
     truncations: the ratio is 1 in the first minibatch."""
     envs = ppo.Envs(env_id, 5, 1)
     agent = make_agent(envs, cell, memory)
-    start = ppo.rollout(agent, envs, 7, torch.zeros(agent.parts, 5, 7))[7]
+    start = ppo.rollout(agent, envs, 7, torch.zeros(agent.num_states, 5, 7))[7]
     kept = start.clone()
     result = ppo.rollout(agent, envs, 40, start)
     batch, (_, _, logprobs, values, _, terminations, truncations, memory_after, _) = batch_of(result, start), result
@@ -229,7 +248,7 @@ def test_l3_memory_is_zero_where_an_episode_has_ended_and_kept_elsewhere(cell):
     had before its last observation is beside it."""
     envs = ppo.Envs("Plain-v0", 4, 1)
     agent, ends = make_agent(envs, cell), set()
-    memory = torch.zeros(agent.parts, 4, 7)
+    memory = torch.zeros(agent.num_states, 4, 7)
     for _ in range(40):
         before, obs = memory, torch.from_numpy(envs.obs.copy())
         *_, memory, episodes = ppo.rollout(agent, envs, 1, memory)
@@ -414,7 +433,7 @@ def assert_bootstraps_and_agrees(module, network, gamma=0.99, gae_lambda=0.95):
         logprobs, _, values = agent(batch)
         torch.testing.assert_close(batch["logprobs"], logprobs, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(batch["values"], values, rtol=1e-5, atol=1e-5)
-        after = memories_by_steps(agent, network(batch["obs"]), batch["memory"], dones) * agent.memory
+        after = memories_by_steps(agent, network(batch["obs"]), batch["memory"], dones) * agent.keeps_memory
         torch.testing.assert_close(module.memory.transpose(0, 1), torch.where(dones[-1, :, None, None], 0.0, after[-1]))
 
         def value(obs, memory):
@@ -424,7 +443,7 @@ def assert_bootstraps_and_agrees(module, network, gamma=0.99, gae_lambda=0.95):
         finals = {(step, i): (value(obs, after[step, i]), value(obs, 0 * after[step, i]))
                   for step, i, *_, obs, _ in module.episodes if module.truncations[step, i]}
         last = [value(obs, memory) for obs, memory in zip(module.envs.obs, after[-1])]
-    if agent.memory:  # else the test could not tell a forgotten memory
+    if agent.keeps_memory:  # else the test could not tell a forgotten memory
         assert all(abs(right - wrong) > 2e-4 for right, wrong in finals.values())
     for i in range(args.num_envs):
         for step in range(args.num_steps):
@@ -481,13 +500,13 @@ def recorded(monkeypatch, module):
 def likeliest(agent, x, keep, step):
     """Plays step(logits) -> (the core's next inputs, whether an episode has ended) until step gives None; keep: the
     memory is not zeroed at ends."""
-    memory, done = torch.zeros(1, agent.parts, agent.cell.hidden_size), False
+    memory, done = torch.zeros(1, agent.num_states, agent.cell.hidden_size), False
     while True:
         memory = torch.zeros_like(memory) if done and not keep else memory
         with torch.no_grad():
             memory = memories_by_steps(agent, x[None], memory.transpose(0, 1), None)[0]
             following = step(agent.actor(memory[:, 0])[0])
-            memory = memory * agent.memory
+            memory = memory * agent.keeps_memory
         if following is None:
             return
         x, done = following

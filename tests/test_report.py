@@ -198,6 +198,15 @@ def test_variants_of_a_script_from_elsewhere_are_what_differs_between_its_runs()
     assert variants_of(*runs, planned) == ["mine --size 3", "mine --size 4", "mine --size 4"]
 
 
+def test_what_all_variants_of_a_script_have_is_no_part_of_their_names():
+    runs = [make(gamma=0.9, norm_adv=False), make(gamma=0.9, baseline="none", norm_adv=False),
+            make("ppo_continuous_action", gamma=0.8)]
+    shared = name_variants(runs, [])
+    assert [run.variant for run in runs] == [
+        "vpg", "vpg --baseline none", "ppo_continuous_action --gamma 0.8"]
+    assert shared == {"vpg": "--gamma 0.9 --no-norm-adv"}
+
+
 def test_variants_to_compare_have_a_mark():
     """The git commit where it is another, else a word."""
     assert variants_of(make(), others=[make(row={"git_commit": "def"})]) == ["vpg", "vpg (def)"]
