@@ -11,13 +11,14 @@ import torch
 from test_ppo_atari import LIVES, Fake, FakeALE, exact, gray
 from test_ppo_lstm import (
     CELL_AND_MEMORY,
+    KEPT,
     assert_bootstraps_and_agrees,
     assert_memory_in_the_checkpoint_counts,
     assert_orthogonal,
     batch_of,
-    likeliest,
     memories_by_steps,
     outcome,
+    play,
     randomised,
     recorded,
 )
@@ -225,7 +226,7 @@ def test_a_frame_is_seen_alone():
 
 
 RUN = ["--num-envs", "4", "--num-steps", "16", "--num-minibatches", "2", "--update-epochs", "1", "--hidden-size", "16",
-       "--num-threads", "1", "--eval-episodes", "1", "--run-name", "run"]
+       "--num-threads", "1", "--eval-episodes", "1", "--no-cuda", "--run-name", "run"]
 
 
 @pytest.mark.parametrize("flags", [["--seed", "5"], ["--cell", "gru"], ["--no-memory"], ["--no-bootstrap-truncated"]],
@@ -247,18 +248,23 @@ def test_l2_l5_memory_starts_at_zero_and_goes_on_into_the_next_rollout(run_scrip
     assert torch.equal(modules[1].batch["memory"], modules[0].memory)
 
 
+KEPT_OVER_LIVES = {"over lives": lambda ended: not [record for record in ended if record[3] != "life"]}
+
+
 @pytest.mark.parametrize("memory", [True, False])
 def test_evaluation_has_a_memory_that_ends_with_a_life(monkeypatch, memory):
-    """The likeliest actions of a loop over steps; not those of one that keeps its memory over lives and games."""
-    args = ppo.Args(env_id="LstmLivesNoFrameskip-v4", eval_episodes=4, memory=memory, hidden_size=6)
-    agent = make_agent(memory=memory)
+    """The likeliest actions of a loop over steps; not those of one that keeps its memory over lives or games, or has
+    none."""
+    args = ppo.Args(env_id="LstmLivesNoFrameskip-v4", eval_episodes=4, memory=memory, hidden_size=16)
+    agent = make_agent(memory=memory, hidden_size=16)
+    agent.cell.weight_ih_l0.data *= 0.2  # so that what the memory was counts
     agent.cell.weight_hh_l0.data *= 4
     agent.actor.weight.data -= agent.actor.weight.mean(0)
     actions = recorded(monkeypatch, ppo)
     results = ppo.evaluate(agent, args)
     played = list(actions)
     assert results["returns"] == [-0.75] * 4, "games, not lives"
-    for keep in (False, True):
+    for name, keep in (KEPT | KEPT_OVER_LIVES).items():
         actions.clear()
         envs, games = ppo.Envs(args.env_id, 1, (1, 1)), []
 
@@ -267,11 +273,11 @@ def test_evaluation_has_a_memory_that_ends_with_a_life(monkeypatch, memory):
                 return None
             ended = envs.step(np.array([logits.argmax().item()]))[1]
             games.extend(x for x in ended if x[3] != "life")
-            return features(agent, torch.from_numpy(envs.obs[None]))[0], bool(ended)
+            return features(agent, torch.from_numpy(envs.obs[None]))[0], keep(ended)
 
-        likeliest(agent, features(agent, torch.from_numpy(envs.obs[None]))[0], keep, step)
-        assert (actions == played) == (not keep or not memory)
-        if not keep:
+        play(agent, features(agent, torch.from_numpy(envs.obs[None]))[0], step)
+        assert (actions == played) == (name == "right" or not memory)
+        if name == "right":
             assert results["lengths"] == [x[2] for x in games]
 
 
@@ -281,7 +287,7 @@ class Killed(Exception):
 
 PONG = ["--env-id", "ShortPongNoFrameskip-v4", "--num-envs", "2", "--num-steps", "8", "--num-minibatches", "2",
         "--update-epochs", "1", "--hidden-size", "16", "--num-threads", "1", "--learning-rate", "0.01",
-        "--checkpoint-interval", "2", "--eval-episodes", "1"]
+        "--checkpoint-interval", "2", "--eval-episodes", "1", "--no-cuda"]
 
 
 def test_runs_are_deterministic_and_resume_exactly_with_their_memory(run_script, monkeypatch, tmp_path, capsys):
@@ -327,7 +333,8 @@ def test_a_cue_at_the_first_step_is_remembered(run_script, memory):
     """24 for each game is all that can be had, and 0 the mean of any play that hasn't seen the cue."""
     module = run_script(ppo.__file__, "--env-id", "LstmCueNoFrameskip-v4", "--num-steps", "16", "--num-minibatches",
                         "2", "--update-epochs", "2", "--total-timesteps", "2048", "--num-threads", "1",
-                        "--learning-rate", "0.002", "--eval-episodes", "20", *([] if memory else ["--no-memory"]))
+                        "--learning-rate", "0.002", "--eval-episodes", "20", "--no-cuda",
+                        *([] if memory else ["--no-memory"]))
     returns = json.loads((module.run_dir / "evaluation.json").read_text())["returns"]
     assert returns == [24.0] * 20 if memory else abs(np.mean(returns)) < 16
 

@@ -421,7 +421,8 @@ def test_target_kl_ends_the_update_after_the_epoch_that_exceeds_it(monkeypatch):
     assert [steps(x) for x in (0.99 * kls[0], 1.01 * kls[0], 1.01 * kls[1], 100.0)] == [2, 4, 6, 8]
 
 
-RUN = ["--env-id", "Multi-v0", "--num-envs", "8", "--num-steps", "20", "--eval-episodes", "1", "--hidden-size", "16"]
+RUN = ["--env-id", "Multi-v0", "--num-envs", "8", "--num-steps", "20", "--eval-episodes", "1", "--hidden-size", "16",
+       "--no-cuda"]
 
 
 def assert_bootstraps_and_agrees(module, network, gamma=0.99, gae_lambda=0.95):
@@ -497,31 +498,32 @@ def recorded(monkeypatch, module):
     return actions
 
 
-def likeliest(agent, x, keep, step):
-    """Plays step(logits) -> (the core's next inputs, whether an episode has ended) until step gives None; keep: the
-    memory is not zeroed at ends."""
-    memory, done = torch.zeros(1, agent.num_states, agent.cell.hidden_size), False
+def play(agent, x, step):
+    """Plays step(logits) -> (the core's next inputs, whether the memory is kept) until step gives None."""
+    memory = torch.zeros(1, agent.num_states, agent.cell.hidden_size)
     while True:
-        memory = torch.zeros_like(memory) if done and not keep else memory
         with torch.no_grad():
             memory = memories_by_steps(agent, x[None], memory.transpose(0, 1), None)[0]
             following = step(agent.actor(memory[:, 0])[0])
-            memory = memory * agent.keeps_memory
         if following is None:
             return
-        x, done = following
+        x, memory = following[0], memory * (agent.keeps_memory and following[1])
+
+
+KEPT = {"right": lambda ended: not ended, "over ends": lambda ended: True, "never": lambda ended: False}
 
 
 @pytest.mark.parametrize("cell, memory", CELL_AND_MEMORY)
 def test_evaluation_has_a_memory_that_ends_with_the_episode(monkeypatch, cell, memory):
-    """The likeliest allowed actions of a loop over steps; not those of one that keeps its memory over the ends."""
+    """The likeliest allowed actions of a loop over steps; not those of one that keeps its memory over the ends, or has
+    none."""
     args = ppo.Args(env_id="Multi-v0", eval_episodes=20, cell=cell, memory=memory, hidden_size=7)
     agent = make_agent(ppo.Envs("Multi-v0", 1, 1), cell, memory)
     agent.cell.weight_hh_l0.data *= 3
     actions = recorded(monkeypatch, ppo)
     results = ppo.evaluate(agent, args)
     played = list(actions)
-    for keep in (False, True):
+    for name, keep in KEPT.items():
         actions.clear()
         envs, ended = ppo.Envs("Multi-v0", 1, (1, 1)), []
 
@@ -531,16 +533,17 @@ def test_evaluation_has_a_memory_that_ends_with_the_episode(monkeypatch, cell, m
             parts = (logits.exp() * torch.from_numpy(envs.obs[0, 3:])).split([3, 2])
             new = envs.step(np.array([[part.argmax().item() for part in parts]]))[1]
             ended.extend(new)
-            return agent.network(torch.from_numpy(envs.obs[:, :3])), bool(new)
+            return agent.network(torch.from_numpy(envs.obs[:, :3])), keep(new)
 
-        likeliest(agent, agent.network(torch.from_numpy(envs.obs[:, :3])), keep, step)
-        assert (actions == played) == (not keep or not memory)
-        if not keep:
+        play(agent, agent.network(torch.from_numpy(envs.obs[:, :3])), step)
+        assert (actions == played) == (name == "right" or not memory)
+        if name == "right":
             assert results == {"returns": [x[1] for x in ended], "lengths": [x[2] for x in ended]}
 
 
 CUE = ["--env-id", "LstmCue-v0", "--num-envs", "16", "--num-steps", "20", "--num-minibatches", "2",
-       "--learning-rate", "0.01", "--hidden-size", "32", "--eval-episodes", "100", "--run-name", "run"]
+       "--learning-rate", "0.01", "--hidden-size", "32", "--eval-episodes", "100", "--run-name", "run",
+       "--no-cuda"]
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -585,7 +588,7 @@ def assert_memory_in_the_checkpoint_counts(run_script, script, stopped, whole):
 
 STOPPED = ["--env-id", "LstmStopped-v0", "--num-envs", "4", "--num-minibatches", "2", "--num-steps", "10",
            "--total-timesteps", "400", "--update-epochs", "2", "--learning-rate", "0.01", "--hidden-size", "16",
-           "--eval-episodes", "3"]
+           "--eval-episodes", "3", "--no-cuda"]
 
 
 def test_runs_are_deterministic_and_resume_exactly_with_their_memory(run_script, monkeypatch, tmp_path):
