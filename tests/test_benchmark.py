@@ -205,7 +205,7 @@ def test_speed_of_a_program_without_a_speed_is_an_error(tmp_path):
         speed.measure("Mine", 1, "ppo_atari", "x", 1, 1, tmp_path, "exit 3")
 
 
-def test_speed_of_the_arithmetic_counts_the_products_of_an_iteration():
+def test_speed_of_the_arithmetic_counts_the_products_of_an_iteration(tmp_path):
     """DDPG's hundred updates on Pendulum, counted by hand: products of 256 rows, forward and backward."""
     code = f"""if True:
         import sys; sys.path.insert(0, {str(ROOT)!r})
@@ -215,7 +215,7 @@ def test_speed_of_the_arithmetic_counts_the_products_of_an_iteration():
         speed.median = lambda times: 2 * 1024**3 / 1e9  # a machine of 1 GFLOPS
         torch.set_num_threads(1)
         print(speed.work_arithmetic("ddpg_continuous_action", "Pendulum-v1", 1000, 1)[1])"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     steps, seconds = eval(done.stdout.splitlines()[-1])
     actor, critic = 3 * 256 + 256 * 256 + 256, 4 * 256 + 256 * 256 + 256
