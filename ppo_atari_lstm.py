@@ -444,7 +444,7 @@ def evaluate(agent, args, video_dir=None):
     episodes, memory = [], torch.zeros(agent.num_states, 1, args.hidden_size, device=agent.actor.bias.device)  # l2
     while len(episodes) < args.eval_episodes:
         logits, _, memory = agent.step(envs.obs, memory)
-        envs.probabilities = np.exp(logits[0] - np.logaddexp.reduce(logits[0]))
+        envs.probabilities = np.exp(logits[0])
         memory *= not (ended := envs.step(logits.argmax(1))[1])  # l3
         episodes += [episode for episode in ended if episode[3] != "life"]
     returns = [episode[1] for episode in episodes]
@@ -485,7 +485,7 @@ if __name__ == "__main__":
             progress = {name: checkpoint[name] for name in progress}
             agent.load_state_dict(checkpoint["agent"])
             envs.load_state(checkpoint["envs"])
-            memory[:, envs.episode_lengths > 0] = checkpoint["memory"].to(device)[:, envs.episode_lengths > 0]
+            memory[:, going] = checkpoint["memory"].to(device).view_as(memory)[:, (going := envs.episode_lengths > 0)]
             optimizer = {name: checkpoint["optimizer"][name].to(x.device) for name, x in optimizer.items()}
             for setter, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), checkpoint["random"]):
                 setter(state)
@@ -547,15 +547,15 @@ if __name__ == "__main__":
         clip_coef = torch.tensor(args.clip_coef * (remaining if args.anneal_clip else 1.0), device=device)  # X1
 
         obs, actions, logprobs, values, *rest = rollout(agent, envs, args.num_steps, memory)
-        batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "values": values, "dones": rest[1] | rest[2]}
+        rewards, terminations, truncations, after, episodes = rest
+        dones = terminations | truncations
+        batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "values": values, "dones": dones}
         batch = {k: torch.from_numpy(x).to(device) for k, x in batch.items()} | {"memory": memory}  # l5
-        rewards, terminations, truncations, memory, episodes = rest
-        final_memory = torch.stack([*memory.unbind(1), *(episode[-1] for episode in episodes)], 1)
+        memory, final_memory = after, torch.stack([*after.unbind(1), *(episode[-1] for episode in episodes)], 1)
         final_values = agent.step(np.stack([*envs.obs, *(episode[-2] for episode in episodes)]), final_memory)[1]
         next_values = np.concatenate((values[1:], final_values[None, : args.num_envs]))
         for (step, i, *_), value in zip(episodes, final_values[args.num_envs :]):
             next_values[step, i] = value
-        dones = terminations | truncations
         ends = terminations if args.bootstrap_truncated else dones
         advantages = compute_advantages(rewards, values, next_values, ends, dones, args.gamma, args.gae_lambda)
         returns = advantages + values

@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import gymnasium as gym
 import pytest
 from sb3_contrib import RecurrentPPO
 from stable_baselines3 import DDPG, PPO
@@ -16,6 +17,7 @@ import ppo_atari
 import ppo_atari_lstm
 import ppo_continuous_action
 from benchmark import collect, speed
+from benchmark.environments import MaskedCartPole
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULTS = asdict(ppo_continuous_action.Args())
@@ -304,3 +306,15 @@ def test_speed_sb3_has_the_hyper_parameters_of_ppo_continuous_action(monkeypatch
     assert sb3.env.norm_obs and sb3.env.norm_reward and sb3.env.gamma == args.gamma
     shapes = {tuple(p.shape) for p in sb3.policy.mlp_extractor.parameters()}
     assert shapes == {(64, 3), (64,), (64, 64)}
+
+
+def test_masked_cartpole_is_cartpole_without_its_velocities():
+    """The same episodes, of which positions alone are seen; a time limit of 500 steps."""
+    masked, whole = gym.make("MaskedCartPole-v1", disable_env_checker=True), gym.make("CartPole-v1")
+    assert isinstance(masked.unwrapped, MaskedCartPole) and masked.spec.max_episode_steps == 500
+    assert masked.observation_space == gym.spaces.Box(*(x[[0, 2]] for x in (whole.observation_space.low,
+                                                                            whole.observation_space.high)))
+    assert (masked.reset(seed=3)[0] == whole.reset(seed=3)[0][[0, 2]]).all()
+    for action in [0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1]:
+        (obs, *rest), (expected, *others) = masked.step(action), whole.step(action)
+        assert obs.shape == (2,) and (obs == expected[[0, 2]]).all() and rest == others

@@ -13,6 +13,7 @@ from test_ppo_lstm import (
     CELL_AND_MEMORY,
     KEPT,
     assert_bootstraps_and_agrees,
+    assert_equals_a_loop,
     assert_memory_in_the_checkpoint_counts,
     assert_orthogonal,
     batch_of,
@@ -153,15 +154,7 @@ def test_outputs_and_gradients_equal_those_of_a_loop_over_steps(cell, memory):
     dones = torch.tensor([[0, 1, 0], [0, 1, 0], [1, 1, 0], [0, 1, 1]], dtype=torch.bool)
     batch = {"obs": torch.randint(0, 256, (4, 3, 1, 84, 84), dtype=torch.uint8).double(), "dones": dones,
              "actions": torch.randint(0, 5, (4, 3)), "memory": torch.randn(agent.num_states, 3, 7).double()}
-    batch["obs"].requires_grad_(), batch["memory"].requires_grad_()
-    weights, results = torch.randn(3, 4, 3).double(), []
-    for outputs in (agent(batch), outputs_by_steps(agent, batch)):
-        loss = sum((w * x).sum() for w, x in zip(weights, outputs))
-        inputs = [*agent.parameters(), batch["obs"], batch["memory"]]
-        results.append([*outputs, *torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)])
-    for ours, theirs in zip(*results):
-        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-10)
-    assert all((grad != 0).any() for grad in results[0][3:]) == memory
+    assert_equals_a_loop(agent, batch, outputs_by_steps, memory)
 
 
 @pytest.mark.parametrize("cell, memory", CELL_AND_MEMORY)

@@ -157,23 +157,26 @@ def test_l1_weights_are_orthogonal_and_biases_zero(cell, gates):
         assert_orthogonal(x, 1.0) if "weight" in name else torch.testing.assert_close(x, torch.zeros_like(x))
 
 
-@pytest.mark.parametrize("cell, memory", CELL_AND_MEMORY)
-def test_outputs_and_gradients_equal_those_of_a_loop_over_steps(cell, memory):
-    """With ends of all kinds, masks and several parts; the gradient in every parameter, the observations and the
-    memory."""
-    envs = ppo.Envs("Grid-v0", 1, 1)
-    agent = make_agent(envs, cell, memory).double()
-    batch = random_batch(agent, ends_of_all_kinds(9))
+def assert_equals_a_loop(agent, batch, by_steps, memory):
+    """agent(batch) and by_steps(agent, batch) agree, and their gradients in every parameter, observation and memory."""
     batch["obs"].requires_grad_(), batch["memory"].requires_grad_()
-    weights = torch.randn(3, 9, 8).double()
-    results = []
-    for outputs in (agent(batch), outputs_by_steps(agent, batch)):
+    weights, results = torch.randn(3, *batch["dones"].shape).double(), []
+    for outputs in (agent(batch), by_steps(agent, batch)):
         loss = sum((w * x).sum() for w, x in zip(weights, outputs))
         inputs = [*agent.parameters(), batch["obs"], batch["memory"]]
         results.append([*outputs, *torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)])
     for ours, theirs in zip(*results):
         torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-10)
     assert all((grad != 0).any() for grad in results[0][3:]) == memory
+
+
+@pytest.mark.parametrize("cell, memory", CELL_AND_MEMORY)
+def test_outputs_and_gradients_equal_those_of_a_loop_over_steps(cell, memory):
+    """With ends of all kinds, masks and several parts."""
+    envs = ppo.Envs("Grid-v0", 1, 1)
+    agent = make_agent(envs, cell, memory).double()
+    batch = random_batch(agent, ends_of_all_kinds(9))
+    assert_equals_a_loop(agent, batch, outputs_by_steps, memory)
 
 
 @pytest.mark.parametrize("script", [ppo, ppo_atari_lstm], ids=lambda script: script.__name__)
@@ -617,13 +620,17 @@ def test_an_environment_that_does_not_come_back_starts_without_memory(run_script
     assert torch.equal(module.memory, expected)
 
 
-def test_a_checkpoint_without_memory_is_refused(run_script, capsys):
+@pytest.mark.parametrize("change, reason", [
+    (lambda x: None, "'memory'"), (lambda x: x[:1], "shape"), (lambda x: x[:, :, :1], "shape")])
+def test_a_checkpoint_without_its_memory_is_refused(run_script, capsys, change, reason):
     run_dir = run_script(ppo.__file__, *RUN, "--total-timesteps", "160", "--run-name", "run").run_dir
     checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
-    torch.save({name: x for name, x in checkpoint.items() if name != "memory"}, run_dir / "checkpoint.pt")
+    memory = change(checkpoint.pop("memory"))
+    torch.save(checkpoint | ({} if memory is None else {"memory": memory}), run_dir / "checkpoint.pt")
     with pytest.raises(AssertionError, match="2"):
         run_script(ppo.__file__, "--resume", str(run_dir))
-    assert "checkpoint.pt is not whole ('memory')" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "checkpoint.pt is not whole (" in said and reason in said
 
 
 def test_episodes_are_written_and_rates_fall_to_an_nth(run_script):
