@@ -230,7 +230,7 @@ def progress(run):
 def which(runs):
     """Runs by environment, variant and seed, and how far those that aren't finished are, in a line."""
     groups = defaultdict(list)
-    for run in runs:
+    for run in sorted(runs, key=lambda run: (run.env_id, run.variant, str(run.seed).zfill(9))):
         groups[run.env_id, run.variant].append(f"{run.seed}{progress(run) if run.state != 'finished' else ''}")
     return "; ".join(f"{env_id}, {variant}: seed {', '.join(seeds)}" for (env_id, variant), seeds in groups.items())
 

@@ -315,6 +315,17 @@ def test_wall_time_is_read_in_its_unit():
         ("s", 1), ("minutes", 60), ("minutes", 60), ("hours", 3600)]
 
 
+def test_report_says_what_all_variants_have(tmp_path, monkeypatch):
+    """And lists seeds as numbers, not as the folders' names are ordered."""
+    for seed in (1, 2, 10):
+        make_run(tmp_path / "runs" / f"a{seed}", seed=seed, gamma=0.9, evaluation=())
+    make_run(tmp_path / "runs" / "b", gamma=0.9, baseline="none")
+    run_report(monkeypatch, tmp_path / "runs")
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "All variants of vpg have --gamma 0.9." in text and "| vpg --baseline none | 1 |" in text
+    assert re.search(r"vpg: seed 1 \(.*?\), 2 \(.*?\), 10 \(", text)
+
+
 def test_report_shows_runs_that_differ(big):
     """Failed, running, planned, unfinished, repeated and damaged ones; several commits, versions, numbers of steps."""
     rows = [[what, count, which] for what, count, which in table_after(big.markdown, "Runs that differ")]
