@@ -25,6 +25,7 @@ SETTINGS = {
     "legend.frameon": False, "axes.facecolor": PAPER, "figure.facecolor": PAPER, "axes.axisbelow": True,
 }
 WIDTH = 4.8  # inches
+PUBLISHED = {"color": INK, "lw": 0.8, "ls": (0, (4, 3)), "alpha": 0.7}  # lines of published scores
 
 
 def save(figure, rows, folder, name, title):
@@ -63,33 +64,62 @@ def draw_curves(grid, curves, lines, looks, x_label, center):
     """Learning curves along a grid of steps, or of seconds where x_label is "wall time" -> (figure, rows of its CSV).
     curves: {variant: {"runs": [(name, values, finished)], "center": (values, low, high), "count": of finished runs}};
     lines: [(label, published mean)]; looks: {variant: (colour, line style)}."""
-    unit, scale = unit_of(grid[-1]) if x_label == "wall time" else ("", 1)
     with matplotlib.rc_context(SETTINGS):
         labels = [fill(label, 50) for label, _ in lines]
         names = {variant: fill(f"{variant} ({curve['count']} finished)", 50) for variant, curve in curves.items()}
         height = 3.3 + 0.19 * sum(label.count("\n") + 1 for label in [*labels, *names.values()])
         figure = Figure((WIDTH, height), layout="constrained")
-        axes, rows = figure.add_subplot(), []
-        for variant, curve in curves.items():
-            color, style = looks[variant]
-            for run, values, finished in curve["runs"]:
-                axes.plot(grid / scale, values, "-" if finished else "--", color=color, lw=0.8,
-                          alpha=0.4 if finished else 0.8)
-                rows += curve_rows(x_label, grid, variant, run, values)
-            values, low, high = curve["center"]
-            axes.fill_between(grid / scale, low, high, color=color, alpha=0.2, lw=0)
-            axes.plot(grid / scale, values, style, color=color, lw=2, label=names[variant])
-            rows += curve_rows(x_label, grid, variant, center, values, low, high)
+        axes = figure.add_subplot()
+        rows = plot_curves(axes, grid, curves, names, looks, x_label, center)
         for (label, mean), text, i in zip(lines, labels, range(len(lines))):
-            axes.axhline(mean, color=INK, lw=0.8, ls=(0, (4, 3)), alpha=0.7, marker=MARKERS[i % len(MARKERS)], ms=5,
-                         markevery=[1], clip_on=False, label=text)
+            axes.axhline(mean, **PUBLISHED, marker=MARKERS[i % len(MARKERS)], ms=5, markevery=[1], clip_on=False,
+                         label=text)
             rows.append(row_of(x_label, "", "published", label, mean))
-        axes.set(xlabel=f"{x_label}{', ' * bool(unit)}{unit}", ylabel="return", xlim=(0, grid[-1] / scale))
-        axes.margins(y=0.04)
-        if not unit:
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.set(ylabel="return")
         figure.legend(loc="outside lower left")
     return figure, rows
+
+
+def draw_overview(panels, looks, center):
+    """The learning curves of all environments along their steps, one small panel each -> (figure, rows of its CSV).
+    panels: {env_id: (grid, curves, lines)} as draw_curves has them; looks: as there."""
+    columns = min(4, len(panels))
+    with matplotlib.rc_context(SETTINGS):
+        names = {variant: variant for _, curves, _ in panels.values() for variant in curves}
+        lines = math.ceil(len(panels) / columns)
+        figure = Figure((3 * columns, 2.4 * lines + 0.4 + 0.2 * len(names)), layout="constrained")
+        rows, handles = [], {}
+        for i, (env_id, (grid, curves, published)) in enumerate(panels.items()):
+            axes = figure.add_subplot(lines, columns, i + 1, title=env_id)
+            own = plot_curves(axes, grid, curves, names, looks, "steps", center)
+            for label, mean in published:
+                handles["published scores"] = axes.axhline(mean, **PUBLISHED)
+                own.append(row_of("steps", "", "published", label, mean))
+            handles |= dict(reversed(pair) for pair in zip(*axes.get_legend_handles_labels()))
+            rows += [{"env_id": env_id, **row} for row in own]
+        figure.legend(handles.values(), handles.keys(), loc="outside lower left")
+    return figure, rows
+
+
+def plot_curves(axes, grid, curves, names, looks, x_label, center):
+    """Draws the curves of draw_curves, under the names {variant: name} -> rows of the CSV."""
+    unit, scale = unit_of(grid[-1]) if x_label == "wall time" else ("", 1)
+    rows = []
+    for variant, curve in curves.items():
+        color, style = looks[variant]
+        for run, values, finished in curve["runs"]:
+            axes.plot(grid / scale, values, "-" if finished else "--", color=color, lw=0.8,
+                      alpha=0.4 if finished else 0.8)
+            rows += curve_rows(x_label, grid, variant, run, values)
+        values, low, high = curve["center"]
+        axes.fill_between(grid / scale, low, high, color=color, alpha=0.2, lw=0)
+        axes.plot(grid / scale, values, style, color=color, lw=2, label=names[variant])
+        rows += curve_rows(x_label, grid, variant, center, values, low, high)
+    axes.set(xlabel=f"{x_label}{', ' * bool(unit)}{unit}", xlim=(0, grid[-1] / scale))
+    axes.margins(y=0.04)
+    if not unit:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    return rows
 
 
 def row_of(x_label, x, variant, series, value, low="", high=""):

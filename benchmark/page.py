@@ -18,7 +18,7 @@ nav a { display: inline-block; margin-right: 1rem; }
 p, figcaption { max-width: 48rem; } .warning { background: var(--warn); padding: .5rem .75rem; border-radius: 4px; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 30rem), 1fr)); gap: 1.5rem; }
 figure { margin: 0; min-width: 0; } figure svg { display: block; width: 100%; max-width: 40rem; height: auto; }
-figcaption { font-size: .85rem; }
+figcaption { font-size: .85rem; } #overview { grid-column: 1 / -1; } #overview svg { max-width: 80rem; }
 .table { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid var(--line); }

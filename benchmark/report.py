@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmark.figures import COLORS, STYLES, draw_curves, draw_intervals, draw_profile, save, unit_of
+from benchmark.figures import COLORS, STYLES, draw_curves, draw_intervals, draw_overview, draw_profile, save, unit_of
 from benchmark.page import REFRESH, slug, to_html, to_markdown, write
 from benchmark.runs import (
     differences,
@@ -91,8 +91,13 @@ class Report:
         self.looks = {variant: (COLORS[i % len(COLORS)], STYLES[i // len(COLORS) % len(STYLES)])
                       for i, variant in enumerate(self.variants)}
         self.add_head()
+        place, self.panels = len(self.blocks), {}
         for env_id in self.env_ids:
             self.add_environment(env_id)
+        if len(self.panels) > 1:
+            environments, self.blocks = self.blocks[place:], self.blocks[:place]
+            self.add_overview()
+            self.blocks += environments
         self.add_comparison()
         self.add_runs()
 
@@ -188,11 +193,20 @@ class Report:
             done = np.array([values for run, values in mine if run.score is not None]).reshape(-1, GRID)
             curves[variant] = {"runs": [(run.name, values, run.state == "finished") for run, values in mine],
                                "center": estimate_curve(done, CENTERS[self.center]), "count": len(done)}
+        if x_label == "steps":
+            self.panels[env_id] = grid, curves, lines
         figure, rows = draw_curves(grid, curves, lines, self.looks, x_label, self.center)
         self.add_figure(f"{env_id}_{x_label}", f"{env_id}: return against {x_label}",
                         f"Each point is the mean return of the training episodes in the {WINDOW:.0%} of the axis "
                         f"before it. Thick: {CENTER_NAMES[self.center]} over the finished seeds, as far as all of them "
                         "go, with its interval; thin: single seeds, dashed where unfinished.", figure, rows)
+
+    def add_overview(self):
+        figure, rows = draw_overview(self.panels, self.looks, self.center)
+        self.add("h2", "All environments")
+        self.add_figure("overview", "All environments: return against steps",
+                        f"Thick: {CENTER_NAMES[self.center]} over the finished seeds with its interval; thin: single "
+                        "seeds; dashed lines: the published scores.", figure, rows)
 
     def add_comparison(self):
         """Statistics over environments, and of variants against each other."""

@@ -405,6 +405,25 @@ def test_report_curves(big):
     assert max(float(row["wall_time"]) for row in walls if row["series"] == "run3") == 3.96  # the grid ends at 4.5 s
 
 
+def test_overview_has_the_curves_of_all_environments(big):
+    assert figure_names(big.page)[0] == "overview"
+    rows = read_csv(big.folder / "figures" / "overview.csv")
+    env_ids = list(dict.fromkeys(row.pop("env_id") for row in [dict(row) for row in rows]))
+    assert len(env_ids) > 1
+    for env_id in env_ids:
+        own = [{name: x for name, x in row.items() if name != "env_id"} for row in rows if row["env_id"] == env_id]
+        assert own == read_csv(big.folder / "figures" / f"{report.slug(env_id)}_steps.csv")
+
+
+def test_overview_has_a_panel_for_each_environment_and_one_legend():
+    grid = np.array([0.0, 1.0])
+    curves = {"v": {"runs": [("a", grid, True)], "center": (grid, grid, grid), "count": 1}}
+    panels = {"A-v0": (grid, curves, []), "B-v1": (grid, curves, [("source", 5.0)])}
+    figure, _ = report.draw_overview(panels, {"v": ("#0072B2", "-")}, "iqm")
+    assert [(axes.get_title(), len(axes.lines)) for axes in figure.axes] == [("A-v0", 2), ("B-v1", 3)]
+    assert sorted(text.get_text() for text in figure.legends[0].texts) == ["published scores", "v"]
+
+
 def test_unfinished_curves_are_dashed():
     grid = np.linspace(0, 10, 3)
     runs = [("a", grid, True), ("b", grid, False)]
