@@ -23,8 +23,9 @@ figcaption { font-size: .85rem; } #overview { grid-column: 1 / -1; } #overview s
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid var(--line); }
 th, .numbers td:not(:first-child) { white-space: nowrap; }
-td { min-width: 3rem; max-width: 36rem; } td:last-child { min-width: 14rem; }
-.numbers :is(td, th):not(:first-child, :last-child) { text-align: right; } .numbers td:first-child { min-width: 9rem; }
+td { min-width: 3rem; max-width: 36rem; } :is(.noted, :not(.numbers)) > tbody td:last-child { min-width: 14rem; }
+.numbers :is(td, th):not(:first-child) { text-align: right; } .numbers td:first-child { min-width: 9rem; }
+.noted :is(td, th):last-child { text-align: left; }
 .runs td:nth-child(-n+3) { min-width: 12rem; } .runs td:nth-child(n+11):nth-child(-n+13) { min-width: 20rem; }
 @media (prefers-color-scheme: dark) { figure svg { filter: brightness(1.4); } }
 """
@@ -36,7 +37,8 @@ def slug(text):
 
 
 def html_table(header, rows, kind):
-    """kind: "numbers", a table whose columns but the first and the last are short; "runs", that of every run; or ""."""
+    """kind: "numbers", a table whose columns but the first are short; "numbers noted", but the first and the last;
+    "runs", that of every run; or ""."""
     def line(values, tag):
         return "".join(f"<{tag}>{html.escape(value)}</{tag}>".replace("\n", "<br>") for value in values)
     body = "".join(f"<tr>{line(row, 'td')}</tr>\n" for row in rows)
@@ -82,7 +84,8 @@ def to_markdown(blocks):
             lines.append(f"![{text(block[1])}](figures/{block[0]}.png)\n\n{text(block[2])}")
         elif kind == "table":
             header, rows, look = block
-            rule = [" --- "] + ["---:" if look == "numbers" else " --- "] * (len(header) - 2) + [" --- "]
+            rule = [" --- "] + ["---:" if "numbers" in look else " --- "] * (len(header) - 1)
+            rule[-1] = " --- " if "noted" in look else rule[-1]
             lines.append("\n".join([f"| {' | '.join(map(text, header))} |", f"|{'|'.join(rule)}|",
                                     *(f"| {' | '.join(map(text, row))} |" for row in rows)]))
         else:

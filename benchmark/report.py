@@ -154,7 +154,7 @@ class Report:
                 for variant in variants]
         lines = [header, *ours, *(published_row(row, env_id) for row in rows)]
         lines = lines if rows else [line[:-1] for line in lines]
-        self.add("table", lines[0], lines[1:], "numbers")
+        self.add("table", lines[0], lines[1:], "numbers noted" if rows else "numbers")
 
     def add_notes(self, env_id, runs, rows):
         """What makes published scores incomparable."""

@@ -18,7 +18,7 @@ from PIL import Image
 
 import ppo_continuous_action
 import vpg
-from benchmark import report, scores
+from benchmark import page, report, scores
 from benchmark.runs import RUN_ONLY, Run, name_variants, planned_args, read_begun, read_published, read_runs
 
 SCRIPTS = {"vpg": asdict(vpg.Args()), "ppo_continuous_action": asdict(ppo_continuous_action.Args())}
@@ -292,6 +292,13 @@ def test_report_table_of_an_environment(big):
         "3", "1,443 +- 46", "-", "-", "-", "-", "ppo_continuous_action, v4 not v5; last 100 training episodes"]
     tianshou = cheetah["Tianshou (recomputes advantages each epoch)"]
     assert tianshou[1] == "-" and tianshou[3] == "5,784 +- 1,244"
+
+
+def test_numbers_stand_on_the_right_and_words_on_the_left():
+    header = ("variant", "seeds", "score")
+    rules = [page.to_markdown([("table", header, [("a", "1", "2")], kind)]).splitlines()[1]
+             for kind in ("numbers", "numbers noted", "")]
+    assert rules == ["| --- |---:|---:|", "| --- |---:| --- |", "| --- | --- | --- |"]
 
 
 def test_report_says_where_published_scores_are_not_comparable(big):
