@@ -112,6 +112,11 @@ def test_one_character_less_is_a_difference(name):
         assert changed.get(name) != source
 
 
+def test_readme_has_the_lines_of_the_scripts():
+    rows = dict(re.findall(r"\| \[`(\w+\.py)`\]\(\1\) \| (\d+) \|", (ROOT / "README.md").read_text()))
+    assert rows == {path.name: str(len(path.read_text().splitlines())) for path in SCRIPTS}
+
+
 def test_readme_has_the_sizes_of_the_ladders_diffs():
     rows = re.findall(r"\| `git diff --no-index (\S+) (\S+)` \| (\d+) \| (\d+) \|", (ROOT / "README.md").read_text())
     assert [f"{one[:-3]} {other[:-3]}" for one, other, *_ in rows] == [
