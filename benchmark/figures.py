@@ -9,6 +9,7 @@ import re
 import textwrap
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
@@ -25,6 +26,7 @@ SETTINGS = {
     "legend.frameon": False, "axes.facecolor": PAPER, "figure.facecolor": PAPER, "axes.axisbelow": True,
 }
 WIDTH = 4.8  # inches
+THIN = {True: {"ls": "-", "lw": 0.8, "alpha": 0.4}, False: {"ls": "--", "lw": 0.8, "alpha": 0.8}}  # finished or not
 PUBLISHED = {"color": INK, "lw": 0.8, "ls": (0, (4, 3)), "alpha": 0.7}  # lines of published scores
 
 
@@ -60,66 +62,85 @@ def unit_of(seconds):
     return ("s", 1) if seconds < 300 else ("minutes", 60) if seconds < 3 * 3600 else ("hours", 3600)
 
 
-def draw_curves(grid, curves, lines, looks, x_label, center):
-    """Learning curves along a grid of steps, or of seconds where x_label is "wall time" -> (figure, rows of its CSV).
-    curves: {variant: {"runs": [(name, values, finished)], "center": (values, low, high), "count": of finished runs}};
-    lines: [(label, published mean)]; looks: {variant: (colour, line style)}."""
+def draw_curves(curves, lines, looks, x_label, center):
+    """Learning curves along steps, or along seconds where x_label is "wall time" -> (figure, rows of its CSV). curves:
+    {variant: {"runs": [(name, x, values, finished)], "center": (x, values, low, high), "count": of finished runs}}, x
+    and values (points,); lines: [(label, published mean)]; looks: {variant: (colour, line style)}."""
     with matplotlib.rc_context(SETTINGS):
-        labels = [fill(label, 50) for label, _ in lines]
         names = {variant: fill(f"{variant} ({curve['count']} finished)", 50) for variant, curve in curves.items()}
-        height = 3.3 + 0.19 * sum(label.count("\n") + 1 for label in [*labels, *names.values()])
-        figure = Figure((WIDTH, height), layout="constrained")
-        axes = figure.add_subplot()
-        rows = plot_curves(axes, grid, curves, names, looks, x_label, center)
-        for (label, mean), text, i in zip(lines, labels, range(len(lines))):
-            axes.axhline(mean, **PUBLISHED, marker=MARKERS[i % len(MARKERS)], ms=5, markevery=[1], clip_on=False,
-                         label=text)
-            rows.append(row_of(x_label, "", "published", label, mean))
-        axes.set(ylabel="return")
+        figure = Figure(layout="constrained")
+        axes = figure.add_subplot(ylabel="return")
+        rows = plot_curves(axes, curves, names, looks, x_label, center)
+        rows += plot_published(axes, lines, x_label)
+        labels = axes.get_legend_handles_labels()[1]
+        figure.set_size_inches(WIDTH, 3.3 + 0.19 * sum(label.count("\n") + 1 for label in labels))
         figure.legend(loc="outside lower left")
     return figure, rows
 
 
 def draw_overview(panels, looks, center):
     """The learning curves of all environments along their steps, one small panel each -> (figure, rows of its CSV).
-    panels: {env_id: (grid, curves, lines)} as draw_curves has them; looks: as there."""
+    panels: {env_id: (curves, lines)} as draw_curves has them; looks: as there."""
     columns = min(4, len(panels))
     with matplotlib.rc_context(SETTINGS):
-        names = {variant: variant for _, curves, _ in panels.values() for variant in curves}
+        names = {variant: variant for curves, _ in panels.values() for variant in curves}
         lines = math.ceil(len(panels) / columns)
         figure = Figure((3 * columns, 2.4 * lines + 0.4 + 0.2 * len(names)), layout="constrained")
         rows, handles = [], {}
-        for i, (env_id, (grid, curves, published)) in enumerate(panels.items()):
+        for i, (env_id, (curves, published)) in enumerate(panels.items()):
             axes = figure.add_subplot(lines, columns, i + 1, title=env_id)
-            own = plot_curves(axes, grid, curves, names, looks, "steps", center)
-            for label, mean in published:
-                handles["published scores"] = axes.axhline(mean, **PUBLISHED)
-                own.append(row_of("steps", "", "published", label, mean))
+            own = plot_curves(axes, curves, names, looks, "steps", center)
             handles |= dict(reversed(pair) for pair in zip(*axes.get_legend_handles_labels()))
+            limits = axes.get_ylim()
+            for label, mean in published:
+                if not beyond(limits, mean):
+                    handles["published scores, where they are in the picture"] = axes.axhline(mean, **PUBLISHED)
+                own.append(row_of("steps", "", "published", label, mean))
             rows += [{"env_id": env_id, **row} for row in own]
         figure.legend(handles.values(), handles.keys(), loc="outside lower left")
     return figure, rows
 
 
-def plot_curves(axes, grid, curves, names, looks, x_label, center):
+def plot_curves(axes, curves, names, looks, x_label, center):
     """Draws the curves of draw_curves, under the names {variant: name} -> rows of the CSV."""
-    unit, scale = unit_of(grid[-1]) if x_label == "wall time" else ("", 1)
+    end = max(x[~np.isnan(values)][-1] for curve in curves.values() for _, x, values, _ in curve["runs"]) or 1
+    unit, scale = unit_of(end) if x_label == "wall time" else ("", 1)
     rows = []
     for variant, curve in curves.items():
         color, style = looks[variant]
-        for run, values, finished in curve["runs"]:
-            axes.plot(grid / scale, values, "-" if finished else "--", color=color, lw=0.8,
-                      alpha=0.4 if finished else 0.8)
-            rows += curve_rows(x_label, grid, variant, run, values)
-        values, low, high = curve["center"]
-        axes.fill_between(grid / scale, low, high, color=color, alpha=0.2, lw=0)
-        axes.plot(grid / scale, values, style, color=color, lw=2, label=names[variant])
-        rows += curve_rows(x_label, grid, variant, center, values, low, high)
-    axes.set(xlabel=f"{x_label}{', ' * bool(unit)}{unit}", xlim=(0, grid[-1] / scale))
+        for run, x, values, finished in curve["runs"]:
+            axes.plot(x / scale, values, **THIN[finished], color=color)
+            rows += curve_rows(x_label, x, variant, run, values)
+        x, values, low, high = curve["center"]
+        axes.fill_between(x / scale, low, high, color=color, alpha=0.2, lw=0)
+        look = {"ls": style, "lw": 2} if curve["count"] else THIN[False]
+        axes.plot(x / scale, values, **look, color=color, label=names[variant])
+        rows += curve_rows(x_label, x, variant, center, values, low, high)
+    axes.set(xlabel=f"{x_label}{', ' * bool(unit)}{unit}", xlim=(0, end / scale))
     axes.margins(y=0.04)
     if not unit:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     return rows
+
+
+def beyond(limits, y):
+    """Where y is if to show it would squeeze what is between the limits into half of the axes, "above" or "below"."""
+    low, high = limits
+    margin = (high - low) / 2
+    return "above" if y > high + margin else "below" if y < low - margin else ""
+
+
+def plot_published(axes, lines, x_label):
+    """Draws the published means of draw_curves, each with a marker at a place of its own -> rows of the CSV."""
+    limits = axes.get_ylim()
+    for i, (label, mean) in enumerate(lines):
+        if side := beyond(limits, mean):
+            axes.plot([], [], " ", label=fill(f"{label}: {side} the picture", 50))
+            continue
+        x = (0.0, (i + 1) / (len(lines) + 1), 1.0)
+        axes.plot(x, [mean] * 3, transform=axes.get_yaxis_transform(), **PUBLISHED, markevery=[1], ms=5,
+                  marker=MARKERS[i % len(MARKERS)], label=fill(label, 50))
+    return [row_of(x_label, "", "published", label, mean) for label, mean in lines]
 
 
 def row_of(x_label, x, variant, series, value, low="", high=""):
@@ -127,11 +148,11 @@ def row_of(x_label, x, variant, series, value, low="", high=""):
             "high": high}
 
 
-def curve_rows(x_label, grid, variant, series, values, low=None, high=None):
-    """Rows of a CSV, one for each point of the grid at which there is a value."""
-    low, high = (grid * math.nan if bound is None else bound for bound in (low, high))
+def curve_rows(x_label, x, variant, series, values, low=None, high=None):
+    """Rows of a CSV, one for each point at which there is a value."""
+    low, high = (x * math.nan if bound is None else bound for bound in (low, high))
     shown = [["" if math.isnan(v) else round(float(v), 6) for v in (a, b, c)] for a, b, c in zip(values, low, high)]
-    return [row_of(x_label, round(float(x), 3), variant, series, *cells) for x, cells in zip(grid, shown)
+    return [row_of(x_label, round(float(at), 3), variant, series, *cells) for at, cells in zip(x, shown)
             if cells[0] != ""]
 
 

@@ -27,6 +27,8 @@ td { min-width: 3rem; max-width: 36rem; } :is(.noted, :not(.numbers)) > tbody td
 .numbers :is(td, th):not(:first-child) { text-align: right; } .numbers td:first-child { min-width: 9rem; }
 .noted :is(td, th):last-child { text-align: left; }
 .runs td:nth-child(-n+3) { min-width: 12rem; } .runs td:nth-child(n+11):nth-child(-n+13) { min-width: 20rem; }
+@media (max-width: 40rem) { .words :is(tr, td) { display: block; max-width: none; } .words thead { display: none; }
+                            .words td { border: 0; } .words tr { border-bottom: 1px solid var(--line); } }
 @media (prefers-color-scheme: dark) { figure svg { filter: brightness(1.4); } }
 """
 
@@ -38,7 +40,7 @@ def slug(text):
 
 def html_table(header, rows, kind):
     """kind: "numbers", a table whose columns but the first are short; "numbers noted", but the first and the last;
-    "runs", that of every run; or ""."""
+    "runs", that of every run; "words", one of few columns."""
     def line(values, tag):
         return "".join(f"<{tag}>{html.escape(value)}</{tag}>".replace("\n", "<br>") for value in values)
     body = "".join(f"<tr>{line(row, 'td')}</tr>\n" for row in rows)

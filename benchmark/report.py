@@ -10,6 +10,7 @@ beside it where that is a folder of runs. Runs of one environment that share scr
 
 import argparse
 import shlex
+import signal
 import sys
 import time
 from collections import Counter
@@ -34,6 +35,7 @@ from benchmark.sweep import refuse
 
 GRID, WINDOW = 101, 0.05  # points of a curve; part of the axis over which a point of it is the mean
 FEW = 10  # seeds below which an interval is too narrow
+MANY = 4  # variants above which they are compared with the defaults alone
 CENTER_NAMES = {"iqm": "IQM", "mean": "mean"}
 
 def number(x, like=None):
@@ -49,7 +51,12 @@ def with_interval(value, low, high):
 
 
 def mean_std(values):
-    return f"{number(np.mean(values))} +- {number(np.std(values), np.mean(values))}" if len(values) else "-"
+    """Of several values mean +- deviation (ddof=0), both with as many digits as the larger of them has."""
+    if len(values) < 2:
+        return "".join(map(number, values)) or "-"
+    mean, std = np.mean(values), np.std(values)
+    like = np.nanmax([abs(mean), std])
+    return f"{number(mean, like)} +- {number(std, like)}"
 
 
 def published_score(row):
@@ -121,8 +128,9 @@ class Report:
     def add_head(self):
         states = Counter(run.state for run in self.runs)
         self.add("h1", "Report of " + ", ".join(self.env_ids[:3]) + " and others" * (len(self.env_ids) > 3))
-        counts = ", ".join(f"{n} {state}" for state, n in sorted(states.items()))
-        self.add("p", f"{len(self.runs)} runs: {counts}; drawn on {time.strftime('%Y-%m-%d at %H:%M')}. Averages, "
+        states["damaged"] = len(self.troubles)
+        counts = ", ".join(f"{n} {state}" for state, n in sorted(states.items()) if n)
+        self.add("p", f"Runs: {counts}; drawn on {time.strftime('%Y-%m-%d at %H:%M')}. Averages, "
                       "intervals and statistics are of finished runs only.")
         for script, flags in self.shared.items():
             self.add("p", f"All variants of {script} have {flags}.")
@@ -132,9 +140,14 @@ class Report:
             where = ", ".join(dict.fromkeys(env_id for _, env_id in few))
             self.warn(f"Fewer than ten seeds, {min(few)[0]} at the least ({where}): the intervals here are too narrow, "
                       "the true value is outside of them more often than once in twenty times.")
+        uneven = [variant for variant in self.variants
+                  if len({n for env_id in self.env_ids if (n := len(self.scores(env_id, variant)))}) > 1]
+        if uneven:
+            self.warn(f"Not as many finished seeds in each environment ({', '.join(uneven)}): in what is averaged over "
+                      "environments, those with more seeds weigh more.")
         if rows := differences(self.runs) + [("damaged", "1", trouble) for trouble in self.troubles]:
             self.add("h2", "Runs that differ")
-            self.add("table", ("what", "runs", "which"), rows, "")
+            self.add("table", ("what", "runs", "which"), rows, "words")
 
     def add_environment(self, env_id):
         runs = [run for run in self.runs if run.env_id == env_id]
@@ -148,9 +161,11 @@ class Report:
         for x_label in ("steps", "wall time"):
             self.add_curves(env_id, runs, variants, lines, x_label)
         self.add_notes(env_id, runs, rows)
-        header = ("variant or source", "seeds", "last 100 episodes", "their IQM [interval]", "evaluation", "steps/s",
-                  "wall time", "published for")
-        ours = [self.table_row(env_id, variant, [run for run in runs if run.variant == variant])
+        walls = [run.row["wall_seconds"] for run in runs if run.state == "finished" and run.row["wall_seconds"] != ""]
+        unit, scale = unit_of(np.median(walls)) if walls else ("s", 1)
+        header = ("variant or source", "seeds", "last 100 episodes", "IQM of them [interval]", "evaluation", "steps/s",
+                  f"wall time, {unit}", "published for")
+        ours = [self.table_row(env_id, variant, [run for run in runs if run.variant == variant], scale)
                 for variant in variants]
         lines = [header, *ours, *(published_row(row, env_id) for row in rows)]
         lines = lines if rows else [line[:-1] for line in lines]
@@ -168,38 +183,44 @@ class Report:
             theirs, ours = (" or ".join(f"{n:,}" for n in sorted(numbers)) for numbers in (steps, own))
             self.add("p", f"Published scores are of {theirs} steps, these runs of {ours or 'an unknown number'}.")
 
-    def table_row(self, env_id, variant, group):
-        """The cells of a variant's runs."""
+    def table_row(self, env_id, variant, group, scale):
+        """The cells of a variant's runs; scale: seconds in the unit of their wall times."""
         done, scores = [run for run in group if run.state == "finished"], self.scores(env_id, variant)
-        seeds = str(len(done)) if len(done) == len(group) else f"{len(done)} of {len(group)}"
+        seeds = str(len(scores)) if len(scores) == len(group) else f"{len(scores)} of {len(group)}"
         iqm = with_interval(*aggregate([scores], CENTERS["iqm"])) if len(scores) else "-"
         evaluations, walls, speeds = ([run.row[name] for run in done if run.row[name] != ""]
                                       for name in ("evaluation_mean", "wall_seconds", "steps_per_second"))
-        unit, scale = unit_of(np.median(walls)) if walls else ("", 1)
         return (variant, seeds, mean_std(scores), iqm, mean_std(evaluations),
                 f"{np.median(speeds):,.0f}" if speeds else "-",
-                f"{np.median(walls) / scale:.1f} {unit}" if walls else "-", "")
+                f"{np.median(walls) / scale:.1f}" if walls else "-", "")
 
     def add_curves(self, env_id, runs, variants, lines, x_label):
-        """Smooths the runs' returns, averages those of finished runs as far as all of them go, and draws them."""
-        begun = [run for run in runs if len(run.returns)]
-        if not begun:
+        """Smooths the runs' returns along their steps, averages those of finished runs as far as all of them go, and
+        draws them."""
+        curves = {}
+        for variant in variants:
+            begun = [run for run in runs if run.variant == variant and np.isfinite(run.returns).any()]
+            steps = np.linspace(0, max((run.at["steps"][-1] for run in begun), default=0) or 1, GRID)
+            mine = [(run, time_of(run, steps) if x_label == "wall time" else steps,
+                     smooth(run.at["steps"], run.returns, steps, WINDOW * steps[-1])) for run in begun]
+            done = [(x, values) for run, x, values in mine if run.score is not None]
+            x = np.median([x for x, _ in done], axis=0) if done else steps
+            center = estimate_curve(np.array([values for _, values in done]).reshape(-1, GRID), CENTERS[self.center])
+            mine = [(run.name, x, values, run.state == "finished") for run, x, values in mine
+                    if not np.isnan(values).all()]
+            if mine:
+                curves[variant] = {"runs": mine, "center": (x, *center), "count": len(done)}
+        if not curves:
             self.add("p", f"No episode has ended yet: no return against {x_label}.")
             return
-        grid, curves = np.linspace(0, max(run.at[x_label][-1] for run in begun) or 1, GRID), {}
-        smoothed = [(run, smooth(run.at[x_label], run.returns, grid, WINDOW * grid[-1])) for run in begun]
-        for variant in variants:
-            mine = [(run, values) for run, values in smoothed if run.variant == variant]
-            done = np.array([values for run, values in mine if run.score is not None]).reshape(-1, GRID)
-            curves[variant] = {"runs": [(run.name, values, run.state == "finished") for run, values in mine],
-                               "center": estimate_curve(done, CENTERS[self.center]), "count": len(done)}
         if x_label == "steps":
-            self.panels[env_id] = grid, curves, lines
-        figure, rows = draw_curves(grid, curves, lines, self.looks, x_label, self.center)
+            self.panels[env_id] = curves, lines
+        figure, rows = draw_curves(curves, lines, self.looks, x_label, self.center)
+        when = "" if x_label == "steps" else " The thick curve has its seeds' median time at each step."
         self.add_figure(f"{env_id}_{x_label}", f"{env_id}: return against {x_label}",
-                        f"Each point is the mean return of the training episodes in the {WINDOW:.0%} of the axis "
+                        f"Each point is the mean return of the training episodes in the {WINDOW:.0%} of a run's steps "
                         f"before it. Thick: {CENTER_NAMES[self.center]} over the finished seeds, as far as all of them "
-                        "go, with its interval; thin: single seeds, dashed where unfinished.", figure, rows)
+                        f"go, with its interval; thin: single seeds, dashed where unfinished.{when}", figure, rows)
 
     def add_overview(self):
         figure, rows = draw_overview(self.panels, self.looks, self.center)
@@ -235,6 +256,11 @@ class Report:
             if rows:
                 self.add("table", header, rows, "numbers")
 
+    def bases(self, scaled):
+        """The variants that are a script with its defaults."""
+        return [variant for variant in dict.fromkeys(f"{run.script}{run.mark}" for run in self.runs)
+                if variant in scaled]
+
     def add_aggregate(self, scaled):
         """The aggregate's figure and the performance profile's -> (header, rows) of a table."""
         center = CENTERS[self.center]
@@ -242,7 +268,7 @@ class Report:
                 for variant, of_envs in scaled.items()]
         name = CENTER_NAMES[self.center]
         label = f"{name} of normalised scores"
-        self.add_figure("aggregate", f"{name} of all environments' scores", f"{label}, with its interval.",
+        self.add_figure("aggregate", label, f"{label}, with its interval.",
                         draw_intervals(rows, self.looks, label), rows)
         taus = np.linspace(0, 1, GRID)
         profiles = {variant: profile(list(of_envs.values()), taus) for variant, of_envs in scaled.items()}
@@ -253,8 +279,11 @@ class Report:
 
     def add_improvement(self, scaled):
         """The figure of all pairs of variants that have environments in common -> (header, rows) of a table."""
-        rows, label = [], "probability that a run of the first is better"
-        for x, y in combinations(scaled, 2):
+        rows, label, bases = [], "probability that a run of the first is better", self.bases(scaled)
+        pairs = list(combinations(scaled, 2))
+        if len(scaled) > MANY and bases:  # dozens of pairs would be no figure
+            pairs = [(x, y) for y in bases for x in scaled if x not in bases]
+        for x, y in pairs:
             if common := [env_id for env_id in scaled[x] if env_id in scaled[y]]:
                 found = improvement([scaled[x][env_id] for env_id in common], [scaled[y][env_id] for env_id in common])
                 rows.append(row_of(f"{x} > {y}", x, common, found))
@@ -270,6 +299,9 @@ class Report:
         rows) of a table."""
         base, center = f"{script}{mark}", CENTERS[self.center]
         variants = list(dict.fromkeys(run.variant for run in self.runs if (run.script, run.mark) == (script, mark)))
+        if base not in raw and len(variants) > 1:
+            self.add("p", f"{base} has no finished run with its defaults (and as many steps as the others): no figure "
+                          "of what its variants gain on them.")
         others = sorted(variant for variant in variants if variant != base and variant in raw)
         table = []
         for env_id in [*raw.get(base, ()), "all"]:
@@ -287,8 +319,8 @@ class Report:
                 self.add_figure(f"ablation_{base}_{env_id}", f"{where}: difference to {base}",
                                 f"{where}: {label}, with its interval.",
                                 draw_intervals(rows, self.looks, f"{unit}: {label}", 0.0, bars=True), rows)
-                table += [(where, *cells(row)) for row in rows]
-        return ("where", "variant", "environments", f"difference to {base} [interval]"), table
+                table += [(f"{where}: {name}", *rest) for name, *rest in map(cells, rows)]
+        return ("variant", "environments", f"difference to {base} [interval]"), table
 
     def add_runs(self):
         self.add("h2", "Every run")
@@ -296,7 +328,8 @@ class Report:
                   "wall s", "command", "versions", "machine", "git commit")
         rows = []
         for run in sorted(self.runs, key=lambda run: (run.env_id, run.variant, str(run.seed).zfill(9))):
-            row = {name: "-" if run.row.get(name, "") == "" else run.row[name] for name in FORMS}
+            row = run.row | {"command": run.command}
+            row = {name: "-" if row.get(name, "") == "" else row[name] for name in FORMS}
             values = [row[name] if row[name] == "-" else form(row[name]) for name, form in FORMS.items()]
             rows.append((run.name, run.env_id, run.variant, str(run.seed), run.state, *values[:5],
                          without_paths(values[5]), values[6], run.machine or "-", values[7]))
@@ -305,6 +338,11 @@ class Report:
 
 FORMS = {"steps": "{:,}".format, "last_100": number, "evaluation_mean": number, "steps_per_second": "{:,.0f}".format,
          "wall_seconds": "{:,.0f}".format, "command": str, "versions": str, "git_commit": str}  # of columns of read_run
+
+
+def time_of(run, steps):
+    """The wall time, s, at which a run had made so many steps, (len(steps),)."""
+    return np.interp(steps, np.concatenate([[0], run.at["steps"]]), np.concatenate([[0], run.at["wall time"]]))
 
 
 def estimate_curve(done, center):
@@ -331,12 +369,12 @@ def draw(args, folder):
     runs, troubles = read_runs(args.runs, folder)
     others, more = read_runs(args.compare, folder)
     for paths, found in ((args.runs, runs), (args.compare, others)):
-        if paths and not found:
+        if paths and not found and not args.watch:
             refuse(f"no run in {', '.join(map(str, paths))}: a run's folder has a config.json, a sweep's a sweep.json")
     shared = name_variants(runs, others)
     folder.mkdir(parents=True, exist_ok=True)
     report = Report(runs + others, shared, troubles + more, args.center, folder)
-    ended = all(run.state in ("finished", "failed") for run in report.runs)
+    ended = bool(runs) and all(run.state in ("finished", "failed") for run in report.runs)
     write(folder / "report.html", to_html(report.blocks, args.interval if args.watch and not ended else None))
     write(folder / "report.md", to_markdown(report.blocks))
     report.files = [folder / "report.html", folder / "report.md", *report.files]
@@ -365,12 +403,16 @@ def main():
     inside = any((first / name).exists() for name in ("sweep.json", "config.json"))
     folder = (args.out or (first if inside else first.parent) / "report").absolute()
     try:
+        if args.watch:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as at Ctrl-C
+        began = time.time()
         report, ended = draw(args, folder)
         while args.watch and not ended:
             counts = Counter(run.state for run in report.runs)
             print(", ".join(f"{n} {state}" for state, n in sorted(counts.items())) + f": {folder}/report.html",
                   flush=True)
-            time.sleep(args.interval)
+            time.sleep(max(args.interval, 10 * (time.time() - began)))  # the runs need the cores more
+            began = time.time()
             report, ended = draw(args, folder)
     except OSError as error:
         refuse(f"can't draw the report: {error}")

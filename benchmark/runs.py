@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shlex
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,23 +14,27 @@ from benchmark.collect import ROOT, changed_flags, read_episodes, read_run, scri
 from benchmark.sweep import ENDS
 from benchmark.worker import last_line, read_job, read_json
 
-DAMAGE = (OSError, ValueError, KeyError, TypeError)  # what a damaged or half-written folder makes its readers raise
+# What a damaged or half-written folder makes its readers raise
+DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError)
 # Flags that change what a run shows or how fast it is, not what it learns
 RUN_ONLY = ("exp_name", "torch_deterministic", "cuda", "compile", "num_threads", "track", "wandb_project_name",
             "wandb_entity", "capture_video", "video_interval", "save_model", "checkpoint_interval", "eval_episodes",
             "eval_interval", "resume", "evaluate")
+SHORT = 0.9  # part of the planned steps below which a finished run is said to be short
 NO_VARIANT = (*RUN_ONLY, "total_timesteps", "env_id", "seed", "run_name")  # flags that make no variant
 
 
 @dataclass
 class Run:
     """A run that is planned, under way or ended. args: all its flags, as in config.json, or those known of a planned
-    one; row: as collect.read_run has it, {} before it begins; at, returns: see read_arrays."""
+    one; command: its command line; row: as collect.read_run has it, {} before it begins; at, returns: see
+    read_arrays."""
 
     name: str
     script: str
     args: dict
     state: str  # finished, unfinished; in a sweep also waiting, running, failed
+    command: str = ""
     note: str = ""
     row: dict = field(default_factory=dict)
     machine: str = ""
@@ -53,6 +58,8 @@ def read_arrays(folder):
     """A run's folder -> ({"steps", "wall time": (episodes,) float64, ascending, s}, (episodes,) returns)."""
     columns = ("global_step", "wall_seconds", "return")
     table = np.array([[float(episode[name]) for name in columns] for episode in read_episodes(folder)]).reshape(-1, 3)
+    if not np.isfinite(table[:, :2]).all():
+        raise ValueError("a step or a time in episodes.csv is no number")
     ascending = np.maximum.accumulate(table[:, :2])
     return {"steps": ascending[:, 0], "wall time": ascending[:, 1]}, table[:, 2]
 
@@ -61,11 +68,13 @@ def read_begun(folder):
     """A run's folder -> Run. Raises DAMAGE."""
     config, row = json.loads((folder / "config.json").read_text()), read_run(folder)
     at, returns = read_arrays(folder)
+    if not isinstance(config["args"].get("total_timesteps", 0), int):
+        raise ValueError("total_timesteps in config.json is no number")
     machine = " ".join(str(word) for word in config.get("machine", ()) if not str(word).startswith("#"))
     machine += "".join(f", {config[name]} {unit}".rstrip() for name, unit in (("cores", "cores"), ("device", ""))
                        if name in config)
-    return Run(row["run"], row["script"], config["args"], row["status"], row=row, machine=machine, at=at,
-               returns=returns)
+    return Run(row["run"], row["script"], config["args"], row["status"], row["command"], row=row, machine=machine,
+               at=at, returns=returns)
 
 
 def read_word(word, default):
@@ -81,7 +90,7 @@ def read_word(word, default):
 
 def planned_args(defaults, words):
     """The flags of a run that hasn't begun: the script's defaults, and what its command line changes."""
-    args, flags = dict(defaults), defaultdict(list)
+    args, flags, flag = dict(defaults), defaultdict(list), "words"
     for word in words:
         if word.startswith("--"):
             flag = word[2:].replace("-", "_")
@@ -112,8 +121,12 @@ def read_sweep(folder):
             if name not in plan or job["state"] in ENDS:  # else it has just begun
                 damage = f"{name}: not a run, or damaged ({type(error).__name__}: {error})"
         if run is None and name in plan:
-            script, words = plan[name]["script"], plan[name]["words"]
-            run = Run(name, Path(script).stem, planned_args(script_defaults([script]), words), job["state"])
+            try:
+                script, words = plan[name]["script"], plan[name]["words"]
+                run = Run(name, Path(script).stem, planned_args(script_defaults([script]), words), job["state"],
+                          shlex.join(["python", script, *words]))
+            except DAMAGE as error:
+                damage = f"{name}: sweep.json is damaged there ({type(error).__name__}: {error})"
         if run and name in plan:
             run.state = job["state"] if job["state"] != "finished" else run.row.get("status", "unfinished")
             note = job["error"] or (last_line(folder / "logs" / f"{name}.log") if run.state == "failed" else "")
@@ -209,6 +222,14 @@ def differences(runs):
                          which(rest)))
     if silent := [run for run in runs if run.state == "finished" and run.score is None]:
         rows.append(("finished without a finite return: in no average", str(len(silent)), which(silent)))
+    if wrong := [run for run in runs if not np.isfinite(run.returns).all()]:
+        rows.append(("returns that aren't finite: in no curve", str(len(wrong)), which(wrong)))
+    if wrong := [run for run in runs if not np.isfinite(run.row.get("evaluation_mean") or 0.0)]:
+        rows.append(("evaluations that aren't finite", str(len(wrong)), which(wrong)))
+    if short := [run for run in runs
+                 if run.state == "finished" and (run.row["steps"] or 0) < SHORT * (run.planned_steps or 0)]:
+        rows.append(("finished long before their planned steps: they count in full", str(len(short)),
+                     "; ".join(run.name + progress(run) for run in short)))
     twice = Counter((run.env_id, run.variant, run.seed) for run in runs)
     if same := [run for run in runs if twice[run.env_id, run.variant, run.seed] > 1]:
         rows.append(("more than one run of a seed: each counts", str(len(same)), which(same)))

@@ -20,22 +20,35 @@ CENTERS = {"iqm": iqm, "mean": np.mean}
 
 def smooth(at, returns, grid, window):
     """A run's return along a grid: at each point the mean of the episodes that ended in (point - window, point], of
-    the last one before where there is none. at: (episodes,) steps or seconds at which they ended, ascending; returns:
-    (episodes,) -> (len(grid),), nan before the first episode and after the last."""
+    the last one before where there is none. at: (episodes,) steps at which they ended, ascending; returns:
+    (episodes,), of which those that aren't finite don't count -> (len(grid),), nan before the first episode that counts
+    and after the last."""
+    finite = np.isfinite(returns)
+    if not finite.any():
+        return np.full(len(grid), np.nan)
+    end, at, returns = at[-1], at[finite], returns[finite]
     last = np.searchsorted(at, grid, side="right")
     first = np.clip(np.searchsorted(at, grid - window, side="right"), 0, np.maximum(last - 1, 0))
-    sums = np.concatenate([[0.0], np.cumsum(returns)])
-    mean = (sums[last] - sums[first]) / np.maximum(last - first, 1)
-    return np.where((last > 0) & (grid <= at[-1]), mean, np.nan)
+    middle = returns.mean()  # sums of large numbers lose small ones
+    sums = np.concatenate([[0.0], np.cumsum(returns - middle)])
+    mean = middle + (sums[last] - sums[first]) / np.maximum(last - first, 1)
+    return np.where((last > 0) & (grid <= end), mean, np.nan)
 
 
 def interval(samples, statistic):
     """Bounds of the percentile bootstrap. samples: arrays with a run at each place of the last axis, each drawn from
-    by itself; statistic: of them and axis; its shape is that of low and high. nan where a sample has a single run."""
-    if min(sample.shape[-1] for sample in samples) < 2:
+    by itself; statistic: of them and axis; its shape is that of low and high. A sample of a single run stays as it is;
+    nan where all are."""
+    several = [sample for sample in samples if sample.shape[-1] > 1]
+    if not several:
         nothing = np.full(np.shape(statistic(*samples, axis=-1)), np.nan)
         return nothing, nothing
-    found = bootstrap(samples, statistic, n_resamples=RESAMPLES, vectorized=True, method="percentile", axis=-1, rng=0)
+
+    def of_all(*drawn, axis):
+        left, lead = list(drawn), drawn[0].shape[:-1]
+        return statistic(*(left.pop(0) if sample.shape[-1] > 1 else np.broadcast_to(sample, (*lead, 1))
+                           for sample in samples), axis=axis)
+    found = bootstrap(several, of_all, n_resamples=RESAMPLES, vectorized=True, method="percentile", axis=-1, rng=0)
     return found.confidence_interval.low, found.confidence_interval.high
 
 

@@ -115,6 +115,13 @@ def test_one_seed_has_no_interval():
     assert report.with_interval(value, low, high) == "7.00 [one seed]"
 
 
+def test_one_seed_in_one_of_two_environments_stays_as_it_is():
+    value, low, high = scores.aggregate([np.array([1.0, 2, 3]), np.array([5.0])], np.mean)
+    assert value == 2.75 and (low, high) == (2.0, 3.5)  # three times 1, three times 3, and the 5
+    shares = scores.profile([np.array([0.0, 1.0]), np.array([1.0])], np.array([0.5]))
+    assert [float(x[0]) for x in shares] == pytest.approx([2 / 3, 1 / 3, 1])
+
+
 def test_difference_of_centers():
     """IQM 4.5 less IQM 2.5, of means another; constants have no spread."""
     mine, base = np.array([1.0, 2, 3, 4, 5, 6, 7, 100]), np.array([0.0, 2, 3, 40])
@@ -142,7 +149,20 @@ def test_smooth_is_the_mean_over_a_window_before_each_point():
     at, returns = np.array([10.0, 20, 30, 40, 90]), np.array([1.0, 2, 3, 10, 20])
     values = scores.smooth(at, returns, np.array([0.0, 10, 25, 35, 40, 60, 90, 91]), 20)
     assert np.isnan(values[[0, 7]]).all()
-    assert values[1:7].tolist() == [1, 1.5, 2.5, 6.5, 10, 20]
+    assert values[1:7].tolist() == pytest.approx([1, 1.5, 2.5, 6.5, 10, 20])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_smooth_leaves_out_returns_that_are_not_finite(bad):
+    at, grid = np.array([10.0, 20, 30, 40]), np.array([10.0, 20, 25, 30, 40, 41])
+    values = scores.smooth(at, np.array([1.0, bad, 3, bad]), grid, 20)
+    assert values[:5].tolist() == [1, 1, 1, 3, 3] and np.isnan(values[5])
+    assert np.isnan(scores.smooth(at, np.full(4, bad), grid, 20)).all()
+
+
+def test_smooth_keeps_small_returns_after_huge_ones():
+    values = scores.smooth(np.arange(1.0, 21), np.array([1e17] * 10 + [1.0] * 10), np.array([20.0]), 1)
+    assert values == pytest.approx([1.0], abs=20)  # 1e17 has steps of 16
 
 
 def test_curve_of_several_runs_ends_where_the_first_of_them_ends():
@@ -284,7 +304,10 @@ def test_report_table_of_an_environment(big):
     """Finished runs only: mean and deviation (ddof=0), IQM, evaluation, speed, wall time; then published scores."""
     rows = {row[0]: row[1:] for row in table_after(big.markdown, "CartPole-v1")}
     assert rows["vpg"][:1] + rows["vpg"][1:3] == ["3 of 7", "20.0 +- 8.2", "20.0 [10.0, 30.0]"]
-    assert rows["vpg"][3:] == ["6.00 +- 0.00", "2,000", "4.0 s"]
+    assert rows["vpg"][3:] == ["6.00 +- 0.00", "2,000", "4.0"]
+    assert rows["variant or source"][-1] == "wall time, s"
+    one = next(row for name, row in rows.items() if "script" in name)
+    assert one[:2] == ["1", "7.00"]  # a single run has no deviation
     assert rows["vpg --baseline none"][:2] == ["2", "41.5 +- 0.5"]
     cheetah = {row[0]: row[1:] for row in table_after(big.markdown, "HalfCheetah-v5")}
     assert cheetah["ppo_continuous_action"][:2] == ["3 of 4", "200.0 +- 81.6"]
@@ -350,7 +373,7 @@ def test_report_shows_runs_that_differ(big):
     steps = [row for row in rows if row[0] == "CartPole-v1: different numbers of steps"]
     assert [row[2].split(":")[0] for row in steps] == ["8,000", "9,000"]
     assert not any("machines" in row[0] for row in rows)
-    assert "18 runs: 2 failed, 13 finished, 1 running, 1 unfinished, 1 waiting; drawn on" in big.markdown
+    assert "Runs: 1 damaged, 2 failed, 13 finished, 1 running, 1 unfinished, 1 waiting; drawn on" in big.markdown
 
 
 def test_report_has_every_run_with_its_command_versions_machine_and_commit(big):
@@ -373,6 +396,92 @@ def test_report_warns_of_few_seeds(big, tmp_path, monkeypatch, capsys):
         make_run(tmp_path / "runs" / f"run{i}", seed=i)
     run_report(monkeypatch, tmp_path / "runs")
     assert "ewer than ten" not in capsys.readouterr().err + (tmp_path / "report" / "report.html").read_text()
+
+
+def test_report_warns_of_uneven_seeds(big):
+    """On the page and on the terminal."""
+    assert "with more seeds weigh more" in big.done.stderr and "with more seeds weigh more" in big.page
+    assert "Not all variants have finished runs in the same environments" in big.done.stderr
+
+
+def test_report_shows_runs_that_are_short_or_not_finite(tmp_path, monkeypatch):
+    make_run(tmp_path / "runs" / "short", returns=[1.0] * 3, total_timesteps=8000)
+    make_run(tmp_path / "runs" / "nan", seed=2, returns=[float("nan"), *[2.0] * 7])
+    make_run(tmp_path / "runs" / "played", seed=3, returns=[3.0] * 8, evaluation=(float("inf"), 1.0))
+    make_run(tmp_path / "runs" / "good", seed=4, returns=[4.0] * 8)
+    run_report(monkeypatch, tmp_path / "runs")
+    text = (tmp_path / "report" / "report.md").read_text()
+    rows = [row[:2] + [row[2].split(": ")[-1]] for row in table_after(text, "Runs that differ")]
+    assert ["finished long before their planned steps: they count in full", "1", "short (step 3,000 of 8,000)"] in rows
+    assert ["returns that aren't finite: in no curve", "1", "seed 2"] in rows
+    assert ["finished without a finite return: in no average", "1", "seed 2"] in rows
+    assert ["evaluations that aren't finite", "1", "seed 3"] in rows
+    assert {row[0]: row[1:3] for row in table_after(text, "CartPole-v1")}["vpg"] == ["3 of 4", "2.67 +- 1.25"]
+
+
+@pytest.mark.parametrize("damage", [
+    lambda folder: edit(folder / "episodes.csv", "1000,0.5", "1000,nan"),
+    lambda folder: edit(folder / "config.json", '"/home/me/vpg.py", "--seed", "1", "--note", "/home/me/notes.txt"', ""),
+    lambda folder: edit(folder / "config.json", '"total_timesteps": 2000', '"total_timesteps": "many"'),
+    lambda folder: edit(folder / "episodes.csv", "2000,1.0,0,2.0", "2000,what"),
+])
+def test_one_damaged_run_is_named_and_the_others_reported(tmp_path, monkeypatch, damage):
+    make_run(tmp_path / "runs" / "good", seed=2)
+    damage(make_run(tmp_path / "runs" / "bad"))
+    run_report(monkeypatch, tmp_path / "runs")
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "Runs: 1 damaged, 1 finished" in text and "| damaged | 1 | bad: not a run, damaged" in text
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+def test_environment_whose_returns_are_never_finite_has_no_curve(tmp_path, monkeypatch):
+    make_run(tmp_path / "runs" / "nan", returns=[float("nan")] * 3)
+    run_report(monkeypatch, tmp_path / "runs")
+    assert "No episode has ended yet" in (tmp_path / "report" / "report.md").read_text()
+
+
+@pytest.mark.parametrize("plan", ["5", "{}", '{"script": "vpg.py", "words": 3}', '{"script": 1, "words": []}'])
+def test_damaged_plan_of_a_run_is_named(tmp_path, monkeypatch, plan):
+    sweep = make_sweep(tmp_path / "sweep", {"one": [], "two": []})
+    make_run(sweep / "runs" / "one")
+    (sweep / "sweep.json").write_text(f'{{"runs": {{"one": {plan}, "two": {plan}}}}}')
+    run_report(monkeypatch, sweep)
+    assert "| damaged | 1 | two: sweep.json is damaged there" in (sweep / "report" / "report.md").read_text()
+
+
+def test_command_of_a_run_that_has_not_begun(tmp_path, monkeypatch):
+    sweep = make_sweep(tmp_path / "sweep", {"one": ["--seed", "1", "--env-id", "My Env-v0"]}, one=("failed", "bad"))
+    run_report(monkeypatch, sweep)
+    assert "| python vpg.py --seed 1 --env-id 'My Env-v0' |" in (sweep / "report" / "report.md").read_text()
+
+
+def test_report_of_many_variants_compares_them_with_the_defaults(tmp_path, monkeypatch):
+    """With looks that differ, and centers that are no means; of one environment there is no sum over all."""
+    for i in range(7):
+        for seed in range(1, 5):
+            make_run(tmp_path / "runs" / f"{i}_{seed}", seed=seed, returns=[float(i + (90 if seed == 4 else seed))],
+                     **({"gamma": round(0.9 + i / 100, 2)} if i else {}))
+    runs, troubles = read_runs([tmp_path / "runs"], None)
+    shared = name_variants(runs, [])
+    made = report.Report(runs, shared, troubles, "iqm", tmp_path / "out")
+    assert len(set(made.looks.values())) == 7
+    rows = read_csv(tmp_path / "out" / "figures" / "improvement.csv")
+    assert [row["name"] for row in rows] == [f"vpg --gamma 0.9{i} > vpg" for i in range(1, 7)]
+    rows = read_csv(tmp_path / "out" / "figures" / "ablation_vpg_CartPole-v1.csv")
+    assert [float(row["value"]) for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert not (tmp_path / "out" / "figures" / "ablation_vpg_all.csv").exists()
+
+
+def test_report_says_why_there_is_no_ablation(tmp_path, monkeypatch):
+    make_run(tmp_path / "runs" / "one", baseline="none")
+    make_run(tmp_path / "runs" / "two", gamma=0.5)
+    run_report(monkeypatch, tmp_path / "runs")
+    assert "vpg has no finished run with its defaults" in (tmp_path / "report" / "report.md").read_text()
 
 
 def test_report_statistics_of_variants(big):
@@ -405,11 +514,26 @@ def test_report_curves(big):
     """The data of the figure: single runs, finished or not, and the center of the finished ones with its interval."""
     rows = read_csv(big.folder / "figures" / "CartPole-v1_steps.csv")
     ends = {row["series"]: row for row in rows if row["variant"] == "vpg"}
-    assert (ends["run3"]["steps"], ends["run3"]["value"]) == ("7920.0", "30.0")  # of a grid of 90, up to 9,000
-    assert (ends["run4"]["steps"], ends["run4"]["value"]) == ("2970.0", "2.0")
+    assert (ends["run3"]["steps"], ends["run3"]["value"]) == ("8000.0", "30.0")
+    assert (ends["run4"]["steps"], ends["run4"]["value"]) == ("2960.0", "2.0")  # of a grid of 80, up to 8,000
     assert [float(ends["iqm"][name]) for name in ("value", "low", "high")] == [20, 10, 30]
     walls = read_csv(big.folder / "figures" / "CartPole-v1_wall-time.csv")
-    assert max(float(row["wall_time"]) for row in walls if row["series"] == "run3") == 3.96  # the grid ends at 4.5 s
+    assert max(float(row["wall_time"]) for row in walls if row["series"] == "run3") == 4.0
+
+
+def test_curve_along_the_wall_time_has_the_median_time_of_each_step(tmp_path, monkeypatch):
+    """A seed on a slow machine moves no value of the others, and the curve goes on to the last step."""
+    for seed, slower in ((1, 1), (2, 2), (3, 20)):
+        run = make_run(tmp_path / "runs" / f"run{seed}", seed=seed, returns=range(11))
+        lines = (run / "episodes.csv").read_text().splitlines()
+        cells = [line.split(",") for line in lines[1:]]
+        (run / "episodes.csv").write_text("\n".join(
+            [lines[0], *(",".join([x[0], str(slower * float(x[1])), *x[2:]]) for x in cells), ""]))
+    run_report(monkeypatch, tmp_path / "runs")
+    rows = read_csv(tmp_path / "report" / "figures" / "CartPole-v1_wall-time.csv")
+    assert {row["series"]: float(row["wall_time"]) for row in rows} == {
+        "run1": 5.5, "run2": 11.0, "run3": 110.0, "iqm": 11.0}
+    assert [row["value"] for row in rows if row["series"] == "iqm"][-1] == "10.0"
 
 
 def test_overview_has_the_curves_of_all_environments(big):
@@ -423,21 +547,69 @@ def test_overview_has_the_curves_of_all_environments(big):
 
 
 def test_overview_has_a_panel_for_each_environment_and_one_legend():
-    grid = np.array([0.0, 1.0])
-    curves = {"v": {"runs": [("a", grid, True)], "center": (grid, grid, grid), "count": 1}}
-    panels = {"A-v0": (grid, curves, []), "B-v1": (grid, curves, [("source", 5.0)])}
+    x = np.array([0.0, 1.0])
+    curves = {"v": {"runs": [("a", x, x, True)], "center": (x, x, x, x), "count": 1}}
+    panels = {"A-v0": (curves, [("far", 5.0)]), "B-v1": (curves, [("source", 1.2), ("far", 5.0)])}
     figure, _ = report.draw_overview(panels, {"v": ("#0072B2", "-")}, "iqm")
     assert [(axes.get_title(), len(axes.lines)) for axes in figure.axes] == [("A-v0", 2), ("B-v1", 3)]
-    assert sorted(text.get_text() for text in figure.legends[0].texts) == ["published scores", "v"]
+    assert sorted(text.get_text() for text in figure.legends[0].texts) == [
+        "published scores, where they are in the picture", "v"]
 
 
 def test_unfinished_curves_are_dashed():
-    grid = np.linspace(0, 10, 3)
-    runs = [("a", grid, True), ("b", grid, False)]
-    curves = {"v": {"runs": runs, "center": (grid, grid, grid), "count": 1}}
-    figure, _ = report.draw_curves(grid, curves, [("source", 5.0)], {"v": ("#0072B2", "-")}, "steps", "iqm")
-    assert [line.get_linestyle() for line in figure.axes[0].lines] == ["-", "--", "-", "--"]
+    figure, _ = draw_one(1, [("source", 5.0)])
+    lines = figure.axes[0].lines
+    assert [line.get_linestyle() for line in lines] == ["-", "--", "-", "--"]
+    assert all((line.get_alpha() or 1) > 0.3 for line in lines) and lines[2].get_linewidth() == 2
     assert [text.get_text() for text in figure.legends[0].texts] == ["v (1 finished)", "source"]
+    figure, _ = draw_one(0)
+    assert figure.axes[0].lines[2].get_linestyle() == "--" and figure.axes[0].lines[2].get_linewidth() < 1
+
+
+def draw_one(count, lines=(), x_label="steps"):
+    x, nan = np.linspace(0, 1000, 3), np.full(3, np.nan)
+    center = (x, x / 100, x / 100 - 1, x / 100 + 2) if count else (x, nan, nan, nan)
+    curves = {"v": {"runs": [("a", x, x / 100, True), ("b", x, x / 100, False)], "center": center, "count": count}}
+    return report.draw_curves(curves, lines, {"v": ("#0072B2", "-")}, x_label, "iqm")
+
+
+def test_band_of_a_curve_is_its_interval_and_times_have_their_unit():
+    figure, _ = draw_one(1, x_label="wall time")
+    axes = figure.axes[0]
+    corners = axes.collections[0].get_paths()[0].vertices
+    assert {(round(x * 60), y) for x, y in corners} >= {(0, -1), (0, 2), (500, 4), (500, 7), (1000, 9), (1000, 12)}
+    assert all(line.get_xdata()[-1] == pytest.approx(1000 / 60) for line in axes.lines)
+    assert axes.get_xlabel() == "wall time, minutes" and axes.get_xlim() == pytest.approx((0, 1000 / 60))
+
+
+def test_published_scores_that_would_squeeze_the_curves_are_named_only():
+    published = [("near", 14.0), ("far", 30.0), ("low", -9.0)]
+    figure, rows = draw_one(1, published)
+    axes = figure.axes[0]
+    drawn = {line.get_label(): line for line in axes.lines[3:] if len(line.get_xdata())}
+    assert list(drawn) == ["near"] and set(drawn["near"].get_ydata()) == {14.0} and axes.get_ylim()[1] > 14
+    assert [text.get_text() for text in figure.legends[0].texts][1:] == [
+        "near", "far: above the picture", "low: below the picture"]
+    assert [(row["series"], row["value"]) for row in rows if row["variant"] == "published"] == published
+
+
+def test_intervals_are_where_they_belong():
+    rows = [{"name": name, "variant": "v", "value": value, "low": value - 1, "high": value + 2}
+            for name, value in (("one", 3.0), ("two", 7.0))]
+    looks = {"v": ("#0072B2", "-")}
+    axes = report.draw_intervals(rows, looks, "score", 0.5, limits=(0, 10)).axes[0]
+    assert [line.get_xdata()[:1] for line in axes.lines[:1]] == [[0.5]] and axes.get_xlim() == (0, 10)
+    assert [list(line.get_xdata()) for line in axes.lines[1:]] == [[3], [2, 5], [7], [6, 9]]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["one", "two"]
+    assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first is above
+    bars = report.draw_intervals(rows, looks, "score", bars=True).axes[0]
+    assert [bar.get_width() for bar in bars.patches] == [3, 7] and len(bars.lines) == 2
+
+
+def test_profile_is_drawn_with_its_band():
+    taus, looks = np.array([0.0, 1.0]), {"v": ("#0072B2", "-")}
+    figure, _ = report.draw_profile(taus, {"v": (taus, taus - 1, taus + 2)}, looks, "tau")
+    assert {tuple(corner) for corner in figure.axes[0].collections[0].get_paths()[0].vertices} >= {(0, -1), (1, 3)}
 
 
 def test_labels_are_no_formulas(tmp_path):
@@ -466,6 +638,7 @@ def test_every_figure_has_its_files_and_is_in_the_pages(big):
         assert read_csv(path.with_name(f"{name}.csv"))
         assert f"](figures/{name}.png)" in big.markdown
         assert f"{name}.{{png,svg,csv}}" in big.done.stdout
+    assert 'http-equiv="refresh"' not in big.page
     ids = re.findall(r'\bid="([^"]*)"', big.page)
     assert len(ids) == len(set(ids)) > 100
     used = re.findall(r'href="#([^"]*)"|url\(#([^)]*)\)', big.page)
@@ -551,7 +724,11 @@ def test_watch_draws_until_all_runs_have_ended(tmp_path, monkeypatch, capsys):
     """The page loads itself anew as long as it is drawn anew."""
     sweep = make_sweep(tmp_path / "sweep", {"one": ["--seed", "1"], "two": ["--seed", "2"]}, two=("running", ""))
     make_run(sweep / "runs" / "one", seed=1)
-    page, seen = sweep / "report" / "report.html", []
+    page, seen, draw, now = sweep / "report" / "report.html", [], report.draw, [0]
+
+    def slow_draw(*args):
+        now[0] += 3 * len(seen)  # s: the first takes none
+        return draw(*args)
 
     def sleep(seconds):
         seen.append((seconds, page.read_text()))
@@ -561,12 +738,21 @@ def test_watch_draws_until_all_runs_have_ended(tmp_path, monkeypatch, capsys):
             (sweep / "jobs" / "two.json").write_text('{"state": "failed", "error": "bad"}')
 
     monkeypatch.setattr(report.time, "sleep", sleep)
+    monkeypatch.setattr(report.time, "time", lambda: now[0])
+    monkeypatch.setattr(report, "draw", slow_draw)
     run_report(monkeypatch, sweep, "--watch", "--interval", "7")
-    assert [seconds for seconds, _ in seen] == [7, 7]
+    assert [seconds for seconds, _ in seen] == [7, 30]  # a tenth of a core at the most
     assert all('<meta http-equiv="refresh" content="7">' in text for _, text in seen)
     assert "nothing written yet" in seen[0][1] and "(step 2,000 of 2,000)" in seen[1][1]
     assert "refresh" not in page.read_text() and "two (step 2,000 of 2,000): bad" in page.read_text()
     assert "1 finished, 1 running" in capsys.readouterr().out
+
+
+def test_watch_waits_for_the_first_run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr(report.time, "sleep", lambda seconds: make_run(tmp_path / "runs" / "one"))
+    run_report(monkeypatch, tmp_path / "runs", "--watch")
+    assert "Runs: 1 finished" in (tmp_path / "report" / "report.md").read_text()
 
 
 def test_watch_ends_quietly_with_ctrl_c(tmp_path, monkeypatch, capsys):
