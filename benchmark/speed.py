@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
@@ -323,11 +323,18 @@ def draw(rows, path):
     save(figure, bars, path.parent, f"{path.stem}_chart", "Speed")
 
 
+def installed(package):
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
 def machine():
     """One line: versions, processor, cores and the load of the last minute, which should be near 0."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     processor = next((line.split(": ")[1] for line in info.splitlines() if line.startswith("model name")), "CPU")
-    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    versions = ", ".join(f"{name} {installed(name)}" for name in PACKAGES)
     return (f"python {platform.python_version()}, {versions}; {processor}, {os.cpu_count()} cores, "
             f"{platform.platform()}; load before the first run {os.getloadavg()[0]:.2f}")
 
@@ -348,6 +355,8 @@ def parse_args():
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.others = dict(other.partition("=")[::2] for other in args.other)
+    if len(args.others) < len(args.other):
+        parser.error("two of --other have the same NAME")
     rollouts = [TASKS[script]["rollout"] for script in args.scripts if script in TASKS]
     if unknown := [script for script in args.scripts if script not in TASKS]:
         parser.error(f"there is no {', '.join(unknown)} to measure: {', '.join(TASKS)} are")
@@ -366,29 +375,41 @@ def main():
         return print(json.dumps(WORKERS[args.worker](script, args.env_id, args.steps, args.seed)))
     programs = [program for program in PROGRAMS if program != "sb3" or args.versus == "sb3"]
     programs += args.others
-    texts, rows, full, machine_line = [], [], [], machine()
-    for script in args.scripts:
-        task = TASKS[script]
-        env_id, rollout = args.env_id or task["env_id"], task["rollout"]
-        steps, full_steps = (args.steps or task["steps"]) // rollout * rollout, FULL_STEPS // rollout * rollout
-        with tempfile.TemporaryDirectory() as cache:
-            mine = [measure(name, i + 1, script, env_id, steps, args.seed + i, Path(cache, "rounds"),
-                            args.others.get(name)) for i in range(args.rounds) for name in programs]
-            ran = [measure(name, "full", script, env_id, full_steps, args.seed, Path(cache, "full"))
-                   for name in ("plainrl", "sb3") if args.full and name in programs]
-        texts.append(f"## {script}, {env_id}\n\n{tables(mine)}")
-        if len(ran) == 2:
-            longer = ratios(ran, "wall_s", "sb3", "plainrl")[0]
-            texts.append(f"1M steps, whole process, really run: SB3 takes {longer:.2f} times as long as PlainRL.")
-        rows, full = rows + mine, full + ran
+    texts, rows, machine_line = [], [], machine()
+    try:
+        for script in args.scripts:
+            texts += measure_script(script, args, programs, rows)
+    finally:  # what was measured before a program failed is kept
+        if args.out and rows:
+            from benchmark.collect import write_csv
+
+            write_csv(args.out, [row | {"machine": machine_line} for row in rows])
     text = "\n\n".join([*texts, machine_line])
     if args.out:
-        from benchmark.collect import write_csv
-
-        write_csv(args.out, [row | {"machine": machine_line} for row in rows + full])
         args.out.with_suffix(".md").write_text(text + "\n")
-        draw(rows, args.out)
+        draw([row for row in rows if row["round"] != "full"], args.out)
     print(f"\n{text}")
+
+
+def measure_script(script, args, programs, rows):
+    """All rounds of a script; adds to rows as it goes, returns its part of the Markdown."""
+    task, mine, ran = TASKS[script], [], []
+    env_id, rollout = args.env_id or task["env_id"], task["rollout"]
+    steps, full_steps = (args.steps or task["steps"]) // rollout * rollout, FULL_STEPS // rollout * rollout
+    with tempfile.TemporaryDirectory() as cache:
+        for i in range(args.rounds):
+            for name in programs:
+                mine.append(measure(name, i + 1, script, env_id, steps, args.seed + i, Path(cache, "rounds"),
+                                    args.others.get(name)))
+                rows.append(mine[-1])
+        for name in [name for name in ("plainrl", "sb3") if args.full and name in programs]:
+            ran.append(measure(name, "full", script, env_id, full_steps, args.seed, Path(cache, "full")))
+            rows.append(ran[-1])
+    texts = [f"## {script}, {env_id}\n\n{tables(mine)}"]
+    if len(ran) == 2:
+        longer = ratios(ran, "wall_s", "sb3", "plainrl")[0]
+        texts.append(f"1M steps, whole process, really run: SB3 takes {longer:.2f} times as long as PlainRL.")
+    return texts
 
 
 if __name__ == "__main__":

@@ -192,7 +192,8 @@ def test_speed_beside_any_command(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("flags, sentence", [
     (["ppo_atri"], "no ppo_atri to measure"), (["--steps", "4095"], "needs --steps 4096"),
     (["--steps", "0"], "needs --steps 4096"), (["--rounds", "0"], "one of --rounds"),
-    (["--other", "x"], "NAME=COMMAND"), (["--other", "sb3=ls"], "the name none of")])
+    (["--other", "x"], "NAME=COMMAND"), (["--other", "sb3=ls"], "the name none of"),
+    (["--other", "x=ls", "--other", "x=pwd"], "the same NAME")])
 def test_speed_refuses_bad_flags(flags, sentence, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["speed", *flags])
     with pytest.raises(SystemExit, match="2"):
@@ -205,6 +206,27 @@ def test_speed_of_a_program_without_a_speed_is_an_error(tmp_path):
         speed.measure("Mine", 1, "ppo_atari", "x", 1, 1, tmp_path, "echo nothing")
     with pytest.raises(SystemExit, match="exit code 3"):
         speed.measure("Mine", 1, "ppo_atari", "x", 1, 1, tmp_path, "exit 3")
+
+
+def test_speed_keeps_what_it_measured_before_a_program_failed(tmp_path, monkeypatch):
+    def measure(program, label, *_):
+        if (program, label) == ("Mine", 2):
+            sys.exit("error: Mine failed")
+        return {"round": label, "program": program}
+
+    monkeypatch.setattr(speed, "measure", measure)
+    monkeypatch.setattr(speed, "PROGRAMS", {"plainrl": "PlainRL"})
+    monkeypatch.setattr(sys, "argv", ["speed", "ppo_atari", "--out", f"{tmp_path}/speed.csv", "--other", "Mine=ls"])
+    with pytest.raises(SystemExit, match="Mine failed"):
+        speed.main()
+    with open(tmp_path / "speed.csv") as file:
+        assert [(row["round"], row["program"]) for row in csv.DictReader(file)] == [
+            ("1", "plainrl"), ("1", "Mine"), ("2", "plainrl")]
+
+
+def test_speed_says_what_is_not_installed(monkeypatch):
+    monkeypatch.setattr(speed, "PACKAGES", ("numpy", "no-such-package"))
+    assert "no-such-package not installed" in speed.machine()
 
 
 def test_speed_of_the_arithmetic_counts_the_products_of_an_iteration(tmp_path):
