@@ -126,12 +126,10 @@ class Report:
                          if (run.env_id, run.variant) == (env_id, variant) and run.score is not None])
 
     def add_head(self):
-        states = Counter(run.state for run in self.runs)
         self.add("h1", "Report of " + ", ".join(self.env_ids[:3]) + " and others" * (len(self.env_ids) > 3))
-        states["damaged"] = len(self.troubles)
-        counts = ", ".join(f"{n} {state}" for state, n in sorted(states.items()) if n)
-        self.add("p", f"Runs: {counts}; drawn on {time.strftime('%Y-%m-%d at %H:%M')}. Averages, "
-                      "intervals and statistics are of finished runs only.")
+        damaged = f", {len(self.troubles)} damaged" if self.troubles else ""
+        self.add("p", f"Runs: {states_of(self.runs)}{damaged}; drawn on {time.strftime('%Y-%m-%d at %H:%M')}. "
+                      "Averages, intervals and statistics are of finished runs only.")
         for script, flags in self.shared.items():
             self.add("p", f"All variants of {script} have {flags}.")
         few = [(n, env_id) for env_id in self.env_ids for variant in self.variants
@@ -340,6 +338,11 @@ FORMS = {"steps": "{:,}".format, "last_100": number, "evaluation_mean": number, 
          "wall_seconds": "{:,.0f}".format, "command": str, "versions": str, "git_commit": str}  # of columns of read_run
 
 
+def states_of(runs):
+    counts = Counter(run.state for run in runs)
+    return ", ".join(f"{n} {state}" for state, n in sorted(counts.items())) or "none yet"
+
+
 def time_of(run, steps):
     """The wall time, s, at which a run had made so many steps, (len(steps),)."""
     return np.interp(steps, np.concatenate([[0], run.at["steps"]]), np.concatenate([[0], run.at["wall time"]]))
@@ -408,9 +411,7 @@ def main():
         began = time.time()
         report, ended = draw(args, folder)
         while args.watch and not ended:
-            counts = Counter(run.state for run in report.runs)
-            print(", ".join(f"{n} {state}" for state, n in sorted(counts.items())) + f": {folder}/report.html",
-                  flush=True)
+            print(f"{states_of(report.runs)}: {folder}/report.html", flush=True)
             time.sleep(max(args.interval, 10 * (time.time() - began)))  # the runs need the cores more
             began = time.time()
             report, ended = draw(args, folder)

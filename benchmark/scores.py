@@ -29,9 +29,8 @@ def smooth(at, returns, grid, window):
     end, at, returns = at[-1], at[finite], returns[finite]
     last = np.searchsorted(at, grid, side="right")
     first = np.clip(np.searchsorted(at, grid - window, side="right"), 0, np.maximum(last - 1, 0))
-    middle = returns.mean()  # sums of large numbers lose small ones
-    sums = np.concatenate([[0.0], np.cumsum(returns - middle)])
-    mean = middle + (sums[last] - sums[first]) / np.maximum(last - first, 1)
+    sums = np.concatenate([[0.0], np.cumsum(returns)])
+    mean = (sums[last] - sums[first]) / np.maximum(last - first, 1)
     return np.where((last > 0) & (grid <= end), mean, np.nan)
 
 

@@ -5,6 +5,7 @@ import html
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import types
@@ -149,7 +150,7 @@ def test_smooth_is_the_mean_over_a_window_before_each_point():
     at, returns = np.array([10.0, 20, 30, 40, 90]), np.array([1.0, 2, 3, 10, 20])
     values = scores.smooth(at, returns, np.array([0.0, 10, 25, 35, 40, 60, 90, 91]), 20)
     assert np.isnan(values[[0, 7]]).all()
-    assert values[1:7].tolist() == pytest.approx([1, 1.5, 2.5, 6.5, 10, 20])
+    assert values[1:7].tolist() == [1, 1.5, 2.5, 6.5, 10, 20]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -158,11 +159,6 @@ def test_smooth_leaves_out_returns_that_are_not_finite(bad):
     values = scores.smooth(at, np.array([1.0, bad, 3, bad]), grid, 20)
     assert values[:5].tolist() == [1, 1, 1, 3, 3] and np.isnan(values[5])
     assert np.isnan(scores.smooth(at, np.full(4, bad), grid, 20)).all()
-
-
-def test_smooth_keeps_small_returns_after_huge_ones():
-    values = scores.smooth(np.arange(1.0, 21), np.array([1e17] * 10 + [1.0] * 10), np.array([20.0]), 1)
-    assert values == pytest.approx([1.0], abs=20)  # 1e17 has steps of 16
 
 
 def test_curve_of_several_runs_ends_where_the_first_of_them_ends():
@@ -373,7 +369,7 @@ def test_report_shows_runs_that_differ(big):
     steps = [row for row in rows if row[0] == "CartPole-v1: different numbers of steps"]
     assert [row[2].split(":")[0] for row in steps] == ["8,000", "9,000"]
     assert not any("machines" in row[0] for row in rows)
-    assert "Runs: 1 damaged, 2 failed, 13 finished, 1 running, 1 unfinished, 1 waiting; drawn on" in big.markdown
+    assert "Runs: 2 failed, 13 finished, 1 running, 1 unfinished, 1 waiting, 1 damaged; drawn on" in big.markdown
 
 
 def test_report_has_every_run_with_its_command_versions_machine_and_commit(big):
@@ -430,7 +426,7 @@ def test_one_damaged_run_is_named_and_the_others_reported(tmp_path, monkeypatch,
     damage(make_run(tmp_path / "runs" / "bad"))
     run_report(monkeypatch, tmp_path / "runs")
     text = (tmp_path / "report" / "report.md").read_text()
-    assert "Runs: 1 damaged, 1 finished" in text and "| damaged | 1 | bad: not a run, damaged" in text
+    assert "Runs: 1 finished, 1 damaged" in text and "| damaged | 1 | bad: not a run, damaged" in text
 
 
 def edit(path, old, new):
@@ -752,19 +748,21 @@ def test_watch_waits_for_the_first_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "runs").mkdir()
     monkeypatch.setattr(report.time, "sleep", lambda seconds: make_run(tmp_path / "runs" / "one"))
     run_report(monkeypatch, tmp_path / "runs", "--watch")
+    assert capsys.readouterr().out.startswith("none yet: ")
     assert "Runs: 1 finished" in (tmp_path / "report" / "report.md").read_text()
 
 
-def test_watch_ends_quietly_with_ctrl_c(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_watch_ends_quietly_with_ctrl_c_and_sigterm(tmp_path, monkeypatch, capsys, number):
     """The page that is left doesn't load itself anew."""
     make_run(tmp_path / "runs" / "one", evaluation=None)
-
-    def sleep(seconds):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(report.time, "sleep", sleep)
-    with pytest.raises(SystemExit) as stop:
-        run_report(monkeypatch, tmp_path / "runs", "--watch")
+    monkeypatch.setattr(report.time, "sleep", lambda seconds: signal.raise_signal(number))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit) as stop:
+            run_report(monkeypatch, tmp_path / "runs", "--watch")
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert stop.value.code == 130 and capsys.readouterr().err == ""
     page = (tmp_path / "report" / "report.html").read_text()
     assert "1 unfinished" in page and "refresh" not in page
