@@ -25,7 +25,7 @@ th, td { text-align: left; vertical-align: top; padding: .3rem .9rem .3rem 0; bo
 th, .numbers td:not(:first-child) { white-space: nowrap; }
 td { min-width: 3rem; max-width: 36rem; } :is(.noted, :not(.numbers)) > tbody td:last-child { min-width: 14rem; }
 .numbers :is(td, th):not(:first-child) { text-align: right; } .numbers td:first-child { min-width: 9rem; }
-.noted :is(td, th):last-child { text-align: left; }
+.noted :is(td, th):last-child { text-align: left; white-space: normal; }
 .runs td:nth-child(-n+3) { min-width: 12rem; } .runs td:nth-child(n+11):nth-child(-n+13) { min-width: 20rem; }
 @media (max-width: 40rem) { .words :is(tr, td) { display: block; max-width: none; } .words thead { display: none; }
                             .words td { border: 0; } .words tr { border-bottom: 1px solid var(--line); } }
