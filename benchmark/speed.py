@@ -307,19 +307,24 @@ def tables(rows):
 
 
 def draw(rows, path):
-    """A chart beside the CSV at path: a bar for each script and program, the median, and a line from min to max."""
+    """A chart beside the CSV at path: a bar for each script and program, the median, and a line from min to max, in
+    units of the peer's median, where there is one, since scripts are far apart."""
     from benchmark.figures import COLORS, draw_intervals, save
 
     programs = [program for program in dict.fromkeys(row["program"] for row in rows)
                 if program not in ("env", "arithmetic")]
-    bars = []
+    peer, bars = "sb3" in programs, []
     for script in dict.fromkeys(row["script"] for row in rows):
-        for program in programs:
-            speeds = [row["steps_per_second"] for row in rows if (row["script"], row["program"]) == (script, program)]
+        mine = [row for row in rows if row["script"] == script]
+        speeds = {program: [row["steps_per_second"] for row in mine if row["program"] == program]
+                  for program in programs}
+        unit = median(speeds["sb3"]) if peer else 1.0
+        for program, x in speeds.items():
             bars.append({"name": f"{script}, {PROGRAMS.get(program, program)}", "variant": program,
-                         "value": median(speeds), "low": min(speeds), "high": max(speeds)})
+                         "value": median(x) / unit, "low": min(x) / unit, "high": max(x) / unit})
     looks = {program: (COLORS[i % len(COLORS)],) for i, program in enumerate(programs)}
-    figure = draw_intervals(bars, looks, "environment steps per second", bars=True)
+    label = "steps per second, Stable-Baselines3 = 1" if peer else "environment steps per second"
+    figure = draw_intervals(bars, looks, label, reference=1.0 if peer else None, bars=True)
     save(figure, bars, path.parent, f"{path.stem}_chart", "Speed")
 
 

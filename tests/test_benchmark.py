@@ -187,6 +187,9 @@ def test_speed_beside_any_command(tmp_path, monkeypatch, capsys):
         speeds = {row["program"]: float(row["steps_per_second"]) for row in csv.DictReader(file)}
     assert speeds == {"plainrl": 1000.0, "sb3": 500.0, "env": 250.0, "arithmetic": 8000.0, "Mine": 2000.0}
     assert (tmp_path / "out" / "speed_chart.png").stat().st_size > 5000 and "PlainRL / Mine" in capsys.readouterr().out
+    with open(tmp_path / "out" / "speed_chart.csv") as file:  # in units of the peer's
+        assert {row["variant"]: float(row["value"]) for row in csv.DictReader(file)} == {
+            "plainrl": 2.0, "sb3": 1.0, "Mine": 4.0}
 
 
 @pytest.mark.parametrize("flags, sentence", [
