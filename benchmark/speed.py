@@ -33,9 +33,9 @@ ROOT = Path(__file__).resolve().parent.parent
 DDPG_FLAGS = ["--random-steps", "100", "--learning-starts", "100", "--eval-interval", str(10**9)]
 TASKS = {
     "ppo_continuous_action": {"env_id": "HalfCheetah-v5", "rollout": 2048, "threads": 1, "steps": 61440},
-    "ppo_atari": {"env_id": "BreakoutNoFrameskip-v4", "rollout": 1024, "threads": os.cpu_count(), "steps": 16384},
-    "ppo_atari_lstm": {"env_id": "BreakoutNoFrameskip-v4", "rollout": 1024, "threads": os.cpu_count(), "steps": 16384},
-    "ddpg_continuous_action": {"env_id": "HalfCheetah-v5", "rollout": 100, "threads": os.cpu_count(), "steps": 5000,
+    "ppo_atari": {"env_id": "BreakoutNoFrameskip-v4", "rollout": 1024, "threads": os.cpu_count(), "steps": 10240},
+    "ppo_atari_lstm": {"env_id": "BreakoutNoFrameskip-v4", "rollout": 1024, "threads": os.cpu_count(), "steps": 8192},
+    "ddpg_continuous_action": {"env_id": "HalfCheetah-v5", "rollout": 100, "threads": os.cpu_count(), "steps": 3000,
                                "flags": DDPG_FLAGS},
 }
 FULL_STEPS = 1_000_000
@@ -349,7 +349,7 @@ def parse_args():
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT", default=["ppo_continuous_action"],
                         help=f"scripts to measure, of {', '.join(TASKS)} (default ppo_continuous_action)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each program (default 3)")
-    parser.add_argument("--steps", type=int, help="env steps of a run (default: 30, 16 or 50 iterations)")
+    parser.add_argument("--steps", type=int, help="env steps of a run (default: 8 to 30 iterations)")
     parser.add_argument("--env-id", help="environment (default HalfCheetah-v5, for Atari BreakoutNoFrameskip-v4)")
     parser.add_argument("--versus", choices=("sb3", "none"), default="sb3", help="the peer (default sb3)")
     parser.add_argument("--other", action="append", metavar="NAME=COMMAND", default=[], help="one more program")
