@@ -757,12 +757,14 @@ def test_watch_ends_quietly_with_ctrl_c_and_sigterm(tmp_path, monkeypatch, capsy
     """The page that is left doesn't load itself anew."""
     make_run(tmp_path / "runs" / "one", evaluation=None)
     monkeypatch.setattr(report.time, "sleep", lambda seconds: signal.raise_signal(number))
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    own = {signal.SIGTERM: signal.SIG_IGN, signal.SIGINT: signal.default_int_handler}  # a job of a shell ignores SIGINT
+    before = {name: signal.signal(name, handler) for name, handler in own.items()}
     try:
         with pytest.raises(SystemExit) as stop:
             run_report(monkeypatch, tmp_path / "runs", "--watch")
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for name, handler in before.items():
+            signal.signal(name, handler)
     assert stop.value.code == 130 and capsys.readouterr().err == ""
     page = (tmp_path / "report" / "report.html").read_text()
     assert "1 unfinished" in page and "refresh" not in page
