@@ -341,6 +341,11 @@ def test_wall_time_is_read_in_its_unit():
         ("s", 1), ("minutes", 60), ("minutes", 60), ("hours", 3600)]
 
 
+def test_mean_and_deviation_have_the_digits_of_the_larger():
+    assert report.mean_std([1.0, 201.0]) == "101.0 +- 100.0" and report.mean_std([-20.5, 21.0]) == "0.2 +- 20.8"
+    assert report.mean_std([3.0]) == "3.00" and report.mean_std([]) == "-"
+
+
 def test_report_says_what_all_variants_have(tmp_path, monkeypatch):
     """And lists seeds as numbers, not as the folders' names are ordered."""
     for seed in (1, 2, 10):

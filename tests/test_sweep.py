@@ -185,7 +185,7 @@ def test_bad_suites_are_refused_in_one_sentence(tmp_path, text, sentence):
 
 @pytest.mark.parametrize("name, number", [
     ("ppo_mujoco", 70), ("ppo_atari", 9), ("ddpg_mujoco", 14), ("ppo_ablation", 90), ("ladder_cartpole", 40),
-    ("ladder_lunarlander", 40), ("ppo_lstm", 10), ("ppo_atari_lstm", 9), ("smoke", 8)])
+    ("ladder_lunarlander", 40), ("ppo_swimmer", 5), ("ppo_lstm", 10), ("ppo_atari_lstm", 9), ("smoke", 8)])
 def test_suites_of_the_repository_are_valid(name, number):
     assert len(read_suite(ROOT / "benchmark" / "suites" / f"{name}.toml")) == number
 
