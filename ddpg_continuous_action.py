@@ -94,6 +94,7 @@ class Args(AlgorithmArgs, RunArgs):
 def fail(message, code=2):
     """Ends the program with one sentence: code 2 for bad input, 1 for a run that failed."""
     print(f"error: {message}", file=sys.stderr)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # for the shell of python -i
     sys.exit(code)
 
 
@@ -125,7 +126,7 @@ def parse_args():
         (not args.hidden_sizes or min(args.hidden_sizes) < 1, "--hidden-sizes must be some numbers above 0"),
         (args.num_iterations * args.num_envs <= args.learning_starts, "--learning-starts is past the last step"),
         (args.resume and args.evaluate or "" in (args.resume, args.evaluate), "give --resume or --evaluate a folder"),
-        (args.run_name and Path("x", args.run_name).resolve().parent.name != "x", "--run-name must name a folder"),
+        (args.run_name and os.path.dirname(os.path.abspath(args.run_name)) != os.getcwd(), "--run-name must be a name"),
     ]
     if sentences := [sentence for wrong, sentence in problems if wrong]:
         fail("; ".join(sentences))
@@ -266,8 +267,7 @@ class Envs:
         for i, env in enumerate(self.envs):
             env.unwrapped.np_random.bit_generator.state = state["reset_states"][i]
             self.reset_env(i)
-            for action in state["actions_since"][i].numpy():
-                self.step_env(i, action)
+            any(any(self.step_env(i, action)[1:]) for action in state["actions_since"][i].numpy())  # until it ends
             if np.array_equal(self.raw_obs[i], state["raw_obs"][i].numpy()):
                 for name in self.COUNTERS:
                     getattr(self, name)[i] = state[name][i].numpy()
@@ -483,15 +483,15 @@ if __name__ == "__main__":
             fail(f"{run_dir}/checkpoint.pt is not whole ({' '.join(str(error).split())[:150]}): start a new run")
     iteration, recent_returns = progress["iteration"], progress["recent_returns"]
     obs_stats, return_stats = envs.obs_stats if args.norm_obs else None, envs.return_stats if args.norm_reward else None
+    stop_signals, terminal = [], sys.stderr.isatty()
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
     if args.evaluate:
         sys.exit(not evaluate(agent, obs_stats, args, video_dir))
     if iteration == args.num_iterations and (run_dir / "evaluation.json").exists():
         print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}")
         sys.exit()
 
-    stop_signals, terminal = [], sys.stderr.isatty()
-    signal.signal(signal.SIGINT, request_stop)
-    signal.signal(signal.SIGTERM, request_stop)
     learn = compile_or_not(ddpg_update, args, device)
     try:  # two runs started in one second must not share a folder
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))

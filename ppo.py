@@ -94,6 +94,7 @@ class Args(AlgorithmArgs, RunArgs):
 def fail(message, code=2):
     """Ends the program with one sentence: code 2 for bad input, 1 for a run that failed."""
     print(f"error: {message}", file=sys.stderr)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # for the shell of python -i
     sys.exit(code)
 
 
@@ -126,7 +127,7 @@ def parse_args():
         (args.norm_adv and minibatch_size == 1, "a minibatch of one step has no standard deviation: --no-norm-adv"),
         (args.num_iterations < 1, f"--total-timesteps is less than one rollout of {args.batch_size} steps"),
         (args.resume and args.evaluate or "" in (args.resume, args.evaluate), "give --resume or --evaluate a folder"),
-        (args.run_name and Path("x", args.run_name).resolve().parent.name != "x", "--run-name must name a folder"),
+        (args.run_name and os.path.dirname(os.path.abspath(args.run_name)) != os.getcwd(), "--run-name must be a name"),
     ]
     if sentences := [sentence for wrong, sentence in problems if wrong]:
         fail("; ".join(sentences))
@@ -235,8 +236,7 @@ class Envs:
         for i, env in enumerate(self.envs):
             env.unwrapped.np_random.bit_generator.state = state["reset_states"][i]
             self.reset_env(i)
-            for action in state["actions_since"][i].numpy():
-                self.step_env(i, action)
+            any(any(self.step_env(i, action)[1:]) for action in state["actions_since"][i].numpy())  # until it ends
             if np.array_equal(self.obs[i], state["obs"][i].numpy()):
                 for name in self.COUNTERS:
                     getattr(self, name)[i] = state[name][i].numpy()
@@ -483,15 +483,15 @@ if __name__ == "__main__":
             fail(f"{run_dir}/checkpoint.pt is not whole ({' '.join(str(error).split())[:150]}): start a new run")
     iteration, recent_returns = progress["iteration"], progress["recent_returns"]
     kl_coef, adapted_lr = progress["adapted"]
+    stop_signals, terminal = [], sys.stderr.isatty()
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
     if args.evaluate:
         sys.exit(not evaluate(agent, args, video_dir))
     if iteration == args.num_iterations and (run_dir / "evaluation.json").exists():
         print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}")
         sys.exit()
 
-    stop_signals, terminal = [], sys.stderr.isatty()
-    signal.signal(signal.SIGINT, request_stop)
-    signal.signal(signal.SIGTERM, request_stop)
     step_minibatches = compile_or_not(update_minibatches, args, device)
     try:  # two runs started in one second must not share a folder
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))

@@ -62,13 +62,13 @@ class Toy(gym.Env):
     def step(self, action):
         global steps
         steps += 1
-        random.random(), np.random.random()  # some environments do: these states must be saved, too
+        luck = 0.1 * (random.random() + np.random.random())  # as some environments: these states must be saved, too
         if FAULT.startswith("SIG") and steps == int(FAULT_STEP):
             for name in FAULT.split(","):
                 os.kill(os.getpid(), getattr(signal, name))
         self.x = self.x + 0.1 * action + 0.1 * self.np_random.normal(size=2)
         self.t += 1
-        obs, reward, late = self.observe(), -float(self.x @ self.x), steps >= int(FAULT_STEP)
+        obs, reward, late = self.observe(), luck - float(self.x @ self.x), steps >= int(FAULT_STEP)
         if FAULT == "nan-reward" and late:
             reward = float("nan")
         if FAULT == "nan-observation" and late:
@@ -90,10 +90,24 @@ class Blind(Toy):
         super().__init__()
 
 
+class Short(Toy):
+    """An environment whose episodes are as long as something outside of it says, and whose end is no step."""
+    def reset(self, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        self.end = int(os.environ.get("END", 17))
+        return obs, info
+
+    def step(self, action):
+        if self.t == self.end:
+            raise RuntimeError("a step after the episode's end")
+        return super().step(action)
+
+
 spaces = gym.spaces
 numbers = spaces.Box(-1.0, 1.0, (2,))
 gym.register("Toy-v0", Toy)
 gym.register("ToyBlind-v0", Blind)
+gym.register("ToyShort-v0", Short)
 gym.register("ToyTuple-v0", Toy, kwargs={"observation_space": spaces.Tuple([numbers, numbers])})
 gym.register("ToyRagged-v0", Toy, kwargs={"observation_space": spaces.Dict(numbers=spaces.Sequence(numbers))})
 gym.register("ToyInteger-v0", Toy, kwargs={"action_space": spaces.Box(0, 3, (2,), np.int64)})
@@ -383,8 +397,19 @@ def test_resume_after_kill(whole, tmp_path, faults):
     assert result.returncode == 0, result.stderr
     assert differences(whole[0], tmp_path / RUN) == []
     assert "can't be brought back" not in result.stdout
-    walls = [float(row["wall_seconds"]) for row in episode_rows(tmp_path / RUN)]
+    rows = episode_rows(tmp_path / RUN)
+    walls = [float(row["wall_seconds"]) for row in rows]
     assert walls == sorted(walls)  # the clock goes on, too
+    assert load_checkpoint(tmp_path / RUN)["recent_returns"] == [float(row["return"]) for row in rows[-100:]]
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--evaluate"])
+def test_environment_whose_episode_cannot_be_replayed(tmp_path, flag):
+    """Its episode ends before the actions of the checkpoint do: it starts a new one, and the run goes on."""
+    assert run(tmp_path, TINY_RUN.replace("Toy-v0", "ToyShort-v0"), fault="SIGTERM 450").returncode == 143
+    assert max(map(len, load_checkpoint(tmp_path / RUN)["envs"]["actions_since"])) > 3
+    result = succeed(tmp_path, f"{flag} {RUN}", END="3")
+    assert "environment 0 can't be brought back" in result.stdout and "evaluation" in result.stdout
 
 
 def test_kill_before_first_checkpoint(tmp_path):
@@ -470,6 +495,11 @@ def test_signal_in_evaluation(whole, tmp_path):
     assert differences(whole[0], tmp_path / RUN) == []
 
 
+def test_ctrl_c_in_evaluate(whole):
+    result = run(whole[0].parents[1], f"--evaluate {RUN} --eval-episodes 1000", fault="SIGINT 50")
+    assert_fails(result, 130, "stopped")
+
+
 def test_resume_of_finished_run(whole):
     """Says so, ends well, and changes nothing."""
     run_dir, _ = whole
@@ -527,6 +557,8 @@ BAD_INPUT = {
     "negative-seed": ("--seed -1", 2, "seed"),
     "no-number": ("--num-envs two", 2, "num-envs"),
     "unknown-flag": ("--no-such-flag 1", 2, "--no-such-flag"),
+    "run-name-elsewhere": ("--run-name ../x/run", 2, "--run-name"),
+    "run-name-absolute": ("--run-name /nowhere/x/run", 2, "--run-name"),
     "resume-nothing": ("--resume runs/nowhere", 2, "runs/nowhere"),
     "evaluate-nothing": ("--evaluate runs/nowhere", 2, "runs/nowhere"),
     "track-without-login": ("--track", 2, "wandb login", "WANDB_MODE=offline"),
@@ -813,6 +845,13 @@ def test_python_i(tmp_path, fault):
     assert "HAVE Agent 3 (100, 3, 3) (100, 3) (100, 3)" in result.stdout, result.stdout + result.stderr
     assert "AGAIN 3" in result.stdout and "Traceback" not in result.stderr
     assert load_checkpoint(tmp_path / RUN)["iteration"] == (2 if fault else 10)
+
+
+def test_python_i_stopped_at_once(tmp_path):
+    """In the shell Ctrl-C is its own again."""
+    look = "import signal\nprint('OWN', signal.getsignal(signal.SIGINT) is signal.default_int_handler)\n"
+    result = run(tmp_path, TINY_RUN, stdin=look, python_flags=["-i"], fault="SIGINT 50")
+    assert "stopped at once" in result.stderr and "OWN True" in result.stdout, result.stdout + result.stderr
 
 
 def test_plain_progress(whole):
