@@ -62,13 +62,13 @@ class Toy(gym.Env):
     def step(self, action):
         global steps
         steps += 1
-        luck = 0.1 * (random.random() + np.random.random())  # as some environments: these states must be saved, too
+        random.random(), np.random.random()  # some environments do: these states must be saved, too
         if FAULT.startswith("SIG") and steps == int(FAULT_STEP):
             for name in FAULT.split(","):
                 os.kill(os.getpid(), getattr(signal, name))
         self.x = self.x + 0.1 * action + 0.1 * self.np_random.normal(size=2)
         self.t += 1
-        obs, reward, late = self.observe(), luck - float(self.x @ self.x), steps >= int(FAULT_STEP)
+        obs, reward, late = self.observe(), -float(self.x @ self.x), steps >= int(FAULT_STEP)
         if FAULT == "nan-reward" and late:
             reward = float("nan")
         if FAULT == "nan-observation" and late:
@@ -90,6 +90,12 @@ class Blind(Toy):
         super().__init__()
 
 
+class Lucky(Toy):
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        return obs, reward + 0.1 * (random.random() + np.random.random()), *rest
+
+
 class Short(Toy):
     """An environment whose episodes are as long as something outside of it says, and whose end is no step."""
     def reset(self, seed=None, options=None):
@@ -107,6 +113,7 @@ spaces = gym.spaces
 numbers = spaces.Box(-1.0, 1.0, (2,))
 gym.register("Toy-v0", Toy)
 gym.register("ToyBlind-v0", Blind)
+gym.register("ToyLucky-v0", Lucky)
 gym.register("ToyShort-v0", Short)
 gym.register("ToyTuple-v0", Toy, kwargs={"observation_space": spaces.Tuple([numbers, numbers])})
 gym.register("ToyRagged-v0", Toy, kwargs={"observation_space": spaces.Dict(numbers=spaces.Sequence(numbers))})
@@ -142,7 +149,7 @@ for cwd, argv, env in cases:
 
 # 40 iterations of 300 steps, checkpoints at 0, 15, 30 and 40: a kill loses up to 15 iterations and 400 episodes
 SIZES = "--num-envs 3 --num-steps 100 --num-minibatches 4 --update-epochs 2 --eval-episodes 3"
-TOY_RUN = f"--env-id toy:Toy-v0 {SIZES} --total-timesteps 12000 --checkpoint-interval 15 --run-name run"
+TOY_RUN = f"--env-id toy:ToyLucky-v0 {SIZES} --total-timesteps 12000 --checkpoint-interval 15 --run-name run"
 TINY_RUN = f"--env-id toy:Toy-v0 {SIZES} --total-timesteps 600 --run-name run"
 RUN = Path("runs/run")
 CLEANRL_TAGS = ["charts/episodic_return", "charts/episodic_length", "charts/SPS", "charts/learning_rate"] + [
@@ -290,7 +297,7 @@ def stopped(stopped_run, tmp_path):
 
 def test_config(whole):
     config = json.loads((whole[0] / "config.json").read_text())
-    assert config["args"]["env_id"] == "toy:Toy-v0" and config["args"]["total_timesteps"] == 12000
+    assert config["args"]["env_id"] == "toy:ToyLucky-v0" and config["args"]["total_timesteps"] == 12000
     assert config["args"]["learning_rate"] == 3e-4 and config["args"]["run_name"] == "run"
     assert config["command"][0] == str(SCRIPT) and "--total-timesteps" in config["command"]
     assert config["versions"]["torch"] == torch.__version__ and config["machine"] and "git_commit" in config
