@@ -761,7 +761,7 @@ def test_watch_waits_for_the_first_run(tmp_path, monkeypatch, capsys):
 def test_watch_ends_quietly_with_ctrl_c_and_sigterm(tmp_path, monkeypatch, capsys, number):
     """The page that is left doesn't load itself anew."""
     make_run(tmp_path / "runs" / "one", evaluation=None)
-    monkeypatch.setattr(report.time, "sleep", lambda seconds: signal.raise_signal(number))
+    monkeypatch.setattr(report.time, "sleep", lambda _: (signal.raise_signal(number), pytest.fail("not ended")))
     own = {signal.SIGTERM: signal.SIG_IGN, signal.SIGINT: signal.default_int_handler}  # a job of a shell ignores SIGINT
     before = {name: signal.signal(name, handler) for name, handler in own.items()}
     try:
