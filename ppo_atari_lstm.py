@@ -95,7 +95,6 @@ class Args(AlgorithmArgs, RunArgs):
 def fail(message, code=2):
     """Ends the program with one sentence: code 2 for bad input, 1 for a run that failed."""
     print(f"error: {message}", file=sys.stderr)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # for the shell of python -i
     sys.exit(code)
 
 
@@ -454,6 +453,8 @@ def evaluate(agent, args, video_dir=None):
 
 def request_stop(signum, _frame):
     """Ctrl-C, SIGTERM: the iteration is ended and saved first. In the first, or at a second Ctrl-C: ends at once."""
+    if signum == signal.SIGINT and hasattr(sys, "ps1"):  # in the shell of python -i
+        raise KeyboardInterrupt
     if iteration == progress["iteration"] or stop_signals and not stop_signals[0] == signum == signal.SIGTERM:
         fail(f"stopped at once; --resume {run_dir} goes on from its last checkpoint, if any", code=128 + signum)
     stop_signals.append(signum)
@@ -595,6 +596,5 @@ if __name__ == "__main__":
         (run_dir / "evaluation.tmp").write_text(json.dumps(evaluate(agent, args, video_dir)))
         (run_dir / "evaluation.tmp").replace(run_dir / "evaluation.json")
         print("written:", *sorted(str(path) for path in run_dir.rglob("*") if path.is_file()), sep="\n  ")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # for the shell of python -i
     if stop_signals[0] and not sys.flags.interactive:
         sys.exit(128 + stop_signals[0])

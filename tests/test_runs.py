@@ -503,7 +503,7 @@ def test_signal_in_evaluation(whole, tmp_path):
 
 
 def test_ctrl_c_in_evaluate(whole):
-    result = run(whole[0].parents[1], f"--evaluate {RUN} --eval-episodes 1000", fault="SIGINT 50")
+    result = run(whole[0].parents[1], f"--evaluate {RUN} --eval-episodes 1000", fault="SIGINT 60")
     assert_fails(result, 130, "stopped")
 
 
@@ -854,11 +854,22 @@ def test_python_i(tmp_path, fault):
     assert load_checkpoint(tmp_path / RUN)["iteration"] == (2 if fault else 10)
 
 
-def test_python_i_stopped_at_once(tmp_path):
-    """In the shell Ctrl-C is its own again."""
-    look = "import signal\nprint('OWN', signal.getsignal(signal.SIGINT) is signal.default_int_handler)\n"
-    result = run(tmp_path, TINY_RUN, stdin=look, python_flags=["-i"], fault="SIGINT 50")
-    assert "stopped at once" in result.stderr and "OWN True" in result.stdout, result.stdout + result.stderr
+SHELL = """
+import signal
+try: signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt: print("STAYS")
+
+"""
+
+
+@pytest.mark.parametrize("flags, fault", [
+    ("", ""), ("", "SIGINT 50"), ("", "SIGINT 350"), ("--resume runs/run", ""), ("--evaluate runs/run", ""),
+    ("--evaluate runs/run --eval-episodes 1000", "SIGINT 60")])
+def test_ctrl_c_in_the_shell(whole, tmp_path, flags, fault):
+    """It stays, however the script has ended."""
+    cwd = whole[0].parents[1] if flags else tmp_path
+    result = run(cwd, flags or TINY_RUN, stdin=SHELL, python_flags=["-i"], fault=fault)
+    assert "STAYS" in result.stdout and bool(fault) == ("stopped" in result.stdout + result.stderr), result
 
 
 def test_plain_progress(whole):
