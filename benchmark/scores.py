@@ -44,8 +44,8 @@ def interval(samples, statistic):
         return nothing, nothing
 
     def of_all(*drawn, axis):
-        left, lead = list(drawn), drawn[0].shape[:-1]
-        return statistic(*(left.pop(0) if sample.shape[-1] > 1 else np.broadcast_to(sample, (*lead, 1))
+        left, lead = list(drawn), drawn[0].shape[:-1]  # the last of lead are the resamples
+        return statistic(*(left.pop(0) if sample.shape[-1] > 1 else np.broadcast_to(sample[..., None, :], (*lead, 1))
                            for sample in samples), axis=axis)
     found = bootstrap(several, of_all, n_resamples=RESAMPLES, vectorized=True, method="percentile", axis=-1, rng=0)
     return found.confidence_interval.low, found.confidence_interval.high

@@ -119,8 +119,8 @@ def test_one_seed_has_no_interval():
 def test_one_seed_in_one_of_two_environments_stays_as_it_is():
     value, low, high = scores.aggregate([np.array([1.0, 2, 3]), np.array([5.0])], np.mean)
     assert value == 2.75 and (low, high) == (2.0, 3.5)  # three times 1, three times 3, and the 5
-    shares = scores.profile([np.array([0.0, 1.0]), np.array([1.0])], np.array([0.5]))
-    assert [float(x[0]) for x in shares] == pytest.approx([2 / 3, 1 / 3, 1])
+    shares = scores.profile([np.array([0.0, 1.0]), np.array([1.0])], np.array([0.5, -1.0]))
+    assert np.array(shares).T.tolist() == [pytest.approx([2 / 3, 1 / 3, 1]), [1, 1, 1]]
 
 
 def test_difference_of_centers():
