@@ -67,7 +67,7 @@ def draw_curves(curves, lines, looks, x_label, center):
     {variant: {"runs": [(name, x, values, finished)], "center": (x, values, low, high), "count": of finished runs}}, x
     and values (points,); lines: [(label, published mean)]; looks: {variant: (colour, line style)}."""
     with matplotlib.rc_context(SETTINGS):
-        names = {variant: fill(f"{variant} ({curve['count']} finished)", 50) for variant, curve in curves.items()}
+        names = {variant: fill(f"{variant} ({curve['count']}\u00a0finished)", 50) for variant, curve in curves.items()}
         figure = Figure(layout="constrained")
         axes = figure.add_subplot(ylabel="return")
         rows = plot_curves(axes, curves, names, looks, x_label, center)
@@ -160,8 +160,8 @@ def draw_intervals(rows, looks, x_label, reference=None, bars=False, limits=None
     """A point or bar with its interval for each of rows, {"name", "variant", "value", "low", "high"}; a vertical line
     at reference; limits: of the horizontal axis -> figure."""
     with matplotlib.rc_context(SETTINGS):
-        names = [fill(row["name"], 26) for row in rows]
-        height = 1.0 + sum(0.16 + 0.17 * (name.count("\n") + 1) for name in names)
+        names, x_label = [fill(row["name"], 26) for row in rows], fill(x_label, 60)
+        height = 1.0 + 0.17 * x_label.count("\n") + sum(0.16 + 0.17 * (name.count("\n") + 1) for name in names)
         figure = Figure((WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
         if reference is not None:
@@ -174,7 +174,8 @@ def draw_intervals(rows, looks, x_label, reference=None, bars=False, limits=None
                 axes.plot(row["value"], i, "o", color=color, ms=7)
             axes.plot([row["low"], row["high"]], [i, i], color=INK if bars else color, lw=2, solid_capstyle="butt")
         axes.set_yticks(range(len(rows)), names, fontsize=9)
-        axes.set(xlabel=x_label, ylim=(len(rows) - 0.4, -0.6), xlim=limits)
+        axes.set(ylim=(len(rows) - 0.4, -0.6), xlim=limits)
+        figure.supxlabel(x_label, fontsize=10)  # of the figure: the axes may be narrow beside long names
         axes.grid(axis="y", visible=False)
     return figure
 

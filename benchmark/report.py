@@ -309,7 +309,7 @@ class Report:
                 common = [x for x in source.get(base, ()) if x in source[variant] and env_id in (x, "all")]
                 if common:
                     found = difference([source[variant][x] for x in common], [source[base][x] for x in common], center)
-                    rows.append(row_of(variant, variant, common, found))
+                    rows.append(row_of(variant.removeprefix(script).strip(), variant, common, found))
             if rows and (env_id != "all" or len(raw[base]) > 1):
                 where = "all environments" if env_id == "all" else env_id
                 label = f"{CENTER_NAMES[self.center]} less that of {base}"

@@ -504,10 +504,10 @@ def test_report_statistics_of_variants(big):
 
 def test_report_ablation_is_the_difference_to_the_defaults(big):
     rows = {row["name"]: row for row in read_csv(big.folder / "figures" / "ablation_vpg_Acrobot-v1.csv")}
-    assert set(rows) == {"vpg --baseline none"}
-    assert float(rows["vpg --baseline none"]["value"]) == -7.5 + 30
+    assert set(rows) == {"--baseline none"}
+    assert float(rows["--baseline none"]["value"]) == -7.5 + 30
     rows = {row["name"]: row for row in read_csv(big.folder / "figures" / "ablation_vpg_all.csv")}
-    assert rows["vpg --baseline none"]["environments"] == "2"
+    assert (rows["--baseline none"]["environments"], rows["--baseline none"]["variant"]) == ("2", "vpg --baseline none")
     assert (big.folder / "figures" / "ablation_vpg_CartPole-v1.csv").exists()
 
 
@@ -562,7 +562,7 @@ def test_unfinished_curves_are_dashed():
     lines = figure.axes[0].lines
     assert [line.get_linestyle() for line in lines] == ["-", "--", "-", "--"]
     assert all((line.get_alpha() or 1) > 0.3 for line in lines) and lines[2].get_linewidth() == 2
-    assert [text.get_text() for text in figure.legends[0].texts] == ["v (1 finished)", "source"]
+    assert [text.get_text() for text in figure.legends[0].texts] == ["v (1\u00a0finished)", "source"]
     figure, _ = draw_one(0)
     assert figure.axes[0].lines[2].get_linestyle() == "--" and figure.axes[0].lines[2].get_linewidth() < 1
 
@@ -605,6 +605,15 @@ def test_intervals_are_where_they_belong():
     assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first is above
     bars = report.draw_intervals(rows, looks, "score", bars=True).axes[0]
     assert [bar.get_width() for bar in bars.patches] == [3, 7] and len(bars.lines) == 2
+
+
+def test_long_names_and_labels_of_intervals_stay_in_the_picture():
+    rows = [{"name": "ppo_continuous_action --no-bootstrap-truncated", "variant": "v", "value": 1, "low": 0, "high": 2}]
+    figure = report.draw_intervals(rows, {"v": ("#0072B2", "-")}, "return of the last 100 episodes, less that of it " * 2)
+    figure.draw_without_rendering()
+    for text in (*figure.axes[0].get_yticklabels(), *figure.texts):
+        box = text.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1 and 0 <= box.y0 < box.y1 <= figure.bbox.y1, text
 
 
 def test_profile_is_drawn_with_its_band():
