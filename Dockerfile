@@ -1,6 +1,7 @@
 # One image for all scripts and sweeps:
 #
 #   docker build -t plainrl .
+#   mkdir -p runs
 #   docker run --rm -v "$PWD/runs:/app/runs" --user "$(id -u):$(id -g)" plainrl ppo_atari.py --env-id PongNoFrameskip-v4
 #
 # Another base must be a Debian or Ubuntu: --build-arg BASE_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04

@@ -125,3 +125,9 @@ def test_readme_has_the_sizes_of_the_ladders_diffs():
         said = subprocess.run(["git", "diff", "--no-index", "--numstat", one, other], cwd=ROOT, capture_output=True,
                               text=True).stdout
         assert said.split()[:2] == [added, removed]
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmark/results/README.md"])
+def test_links_lead_to_files(page):
+    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", (ROOT / page).read_text())
+    assert len(links) > 5 and not [link for link in links if not ((ROOT / page).parent / link).exists()]
