@@ -609,7 +609,8 @@ def test_intervals_are_where_they_belong():
 
 def test_long_names_and_labels_of_intervals_stay_in_the_picture():
     rows = [{"name": "ppo_continuous_action --no-bootstrap-truncated", "variant": "v", "value": 1, "low": 0, "high": 2}]
-    figure = report.draw_intervals(rows, {"v": ("#0072B2", "-")}, "return of the last 100 episodes, less that of it " * 2)
+    label = "return of the last 100 episodes, less that of it, " * 2
+    figure = report.draw_intervals(rows, {"v": ("#0072B2", "-")}, label)
     figure.draw_without_rendering()
     for text in (*figure.axes[0].get_yticklabels(), *figure.texts):
         box = text.get_window_extent()
