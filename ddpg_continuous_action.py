@@ -300,7 +300,8 @@ class Replay:
         truly followed, (n, obs_dim), terminations (n,)."""
         rows = np.column_stack(columns).astype(np.float32)
         if not np.isfinite(rows).all():
-            fail(f"step {self.count}: a reward or an observation is not finite; mend the environment, then --resume", 1)
+            cure = "start anew at a lower rate" if np.isnan(columns[1]).any() else "mend the environment, then --resume"
+            fail(f"step {self.count}: an observation, action or reward is not finite: {cure}", code=1)
         self.rows[np.arange(self.count, self.count + len(rows)) % len(self.rows)] = rows
         self.count += len(rows)
 
@@ -454,7 +455,7 @@ if __name__ == "__main__":
 
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
-    if not checkpoint and (run_dir / "checkpoint.pt").exists():
+    if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
         fail(f"{run_dir} exists: choose another --run-name, or go on with --resume {run_dir}")
     video_dir = run_dir / "videos" if args.capture_video else None
     if video_dir and sys.platform == "linux" and not os.environ.get("DISPLAY"):
@@ -477,7 +478,7 @@ if __name__ == "__main__":
             for name, learner in learners.items():
                 for key, x in learner.items():
                     x.copy_(checkpoint["learners"][name][key])
-            noise[:] = checkpoint["noise"].numpy()
+            noise[:] = checkpoint["noise"].numpy() * (envs.episode_lengths > 0)[:, None]  # 0 in a new episode
             for setter, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), checkpoint["random"]):
                 setter(state)
         except Exception as error:  # any part may be missing or of another shape
@@ -501,7 +502,7 @@ if __name__ == "__main__":
     replay = Replay(run_dir / "replay.bin", min(args.buffer_size, args.num_iterations * args.num_envs),
                     args.checkpoint_interval + args.num_envs, envs.obs_dim, envs.action_dim, iteration * args.num_envs)
     for path in run_dir.iterdir():  # what was logged after the checkpoint will be logged again
-        if path.name.startswith(("events.", "episodes.csv")) and not path.is_symlink():
+        if (path.name == "episodes.csv" or path.name.startswith("events.")) and not path.is_symlink():
             os.truncate(path, min(path.stat().st_size, progress["log_sizes"].get(path.name, 0)))
     if not checkpoint:
         git = ["sh", "-c", "git describe --always --dirty"]  # says nothing without git, or outside a repository
@@ -573,7 +574,7 @@ if __name__ == "__main__":
         save = stop or global_step % args.checkpoint_interval < args.num_envs
         if save or iteration % 100 == 0:
             if not (torch.isfinite(totals).all() and all(torch.isfinite(x["params"]).all() for x in learners.values())):
-                fail(f"step {global_step}: the loss is not finite; {run_dir} has a good checkpoint: lower the rate", 1)
+                fail(f"step {global_step}: the loss is not finite; {run_dir} is saved; start anew at a lower rate", 1)
             for name, total, n in [row for row in zip(METRICS, *totals.tolist()) if row[-1]]:
                 writer.add_scalar(f"losses/{name}", total / n, global_step)
             totals.zero_()

@@ -137,8 +137,8 @@ def make_env(env_id):
     if not (env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/") and env_id.endswith("-v5")):
         fail(f"{env_id} is none of the Atari games that this script plays: NAMENoFrameskip-v4 or ALE/NAME-v5")
     try:
-        env = gym.make(env_id, frameskip=1, repeat_action_probability=0.0, disable_env_checker=True)
-        return env.get_wrapper_attr("ale") and env.unwrapped  # without an emulator it is no Atari game
+        env = gym.make(env_id, frameskip=1, repeat_action_probability=0.0, disable_env_checker=True).unwrapped
+        return env if env.ale and env.get_action_meanings()[0] == "NOOP" else fail(f"{env_id} has no NOOP action (A1)")
     except Exception as error:  # environments have their own
         fail(f"can't make {env_id}: {' '.join(str(error).split())}")
 
@@ -472,7 +472,7 @@ if __name__ == "__main__":
 
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
-    if not checkpoint and (run_dir / "checkpoint.pt").exists():
+    if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
         fail(f"{run_dir} exists: choose another --run-name, or go on with --resume {run_dir}")
     video_dir = run_dir / "videos" if args.capture_video else None
     envs = Envs(args.env_id, args.num_envs, args.seed, None if args.evaluate else video_dir, args.video_interval)
@@ -507,7 +507,7 @@ if __name__ == "__main__":
     except OSError as error:
         fail(f"can't make {run_dir} ({error.strerror}): choose another --run-name, or mend that")
     for path in run_dir.iterdir():  # what was logged after the checkpoint will be logged again
-        if path.name.startswith(("events.", "episodes.csv")) and not path.is_symlink():
+        if (path.name == "episodes.csv" or path.name.startswith("events.")) and not path.is_symlink():
             os.truncate(path, min(path.stat().st_size, progress["log_sizes"].get(path.name, 0)))
     if not checkpoint:
         git = ["sh", "-c", "git describe --always --dirty"]  # says nothing without git, or outside a repository

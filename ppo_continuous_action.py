@@ -467,7 +467,7 @@ if __name__ == "__main__":
 
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
-    if not checkpoint and (run_dir / "checkpoint.pt").exists():
+    if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
         fail(f"{run_dir} exists: choose another --run-name, or go on with --resume {run_dir}")
     video_dir = run_dir / "videos" if args.capture_video else None
     if video_dir and sys.platform == "linux" and not os.environ.get("DISPLAY"):
@@ -505,7 +505,7 @@ if __name__ == "__main__":
     except OSError as error:
         fail(f"can't make {run_dir} ({error.strerror}): choose another --run-name, or mend that")
     for path in run_dir.iterdir():  # what was logged after the checkpoint will be logged again
-        if path.name.startswith(("events.", "episodes.csv")) and not path.is_symlink():
+        if (path.name == "episodes.csv" or path.name.startswith("events.")) and not path.is_symlink():
             os.truncate(path, min(path.stat().st_size, progress["log_sizes"].get(path.name, 0)))
     if not checkpoint:
         git = ["sh", "-c", "git describe --always --dirty"]  # says nothing without git, or outside a repository

@@ -181,7 +181,7 @@ class Envs:
 
     def keep(self, i, obs, info):
         """Keeps an observation of environment i and its mask in obs[i]."""
-        is_flat, mask = isinstance(self.space, gym.spaces.Box), info.get("action_mask")
+        is_flat, mask = isinstance(self.space, gym.spaces.Box) and isinstance(obs, np.ndarray), info.get("action_mask")
         if mask is not None and np.shape(mask := np.hstack(mask)) != (self.num_logits,):
             fail(f"an action_mask has the shape {mask.shape}, but must have {self.num_logits} numbers", code=1)
         self.obs[i, : self.obs_dim] = obs.ravel() if is_flat else gym.spaces.flatten(self.space, obs)
@@ -195,8 +195,6 @@ class Envs:
             path, fps = self.video_dir / f"episode-{episode}.mp4", env.metadata.get("render_fps", 30)
             self.video = imageio.get_writer(path, fps=fps, macro_block_size=2)
             self.video.append_data(env.render())
-        if not all(self.obs[i, self.obs_dim + part.start + a] > 0 for part, a in zip(self.parts, action)):
-            fail(f"the action_mask of environment {i} allows no action: mend the environment", code=1)
         self.actions_since[i].append(action.copy())
         obs, reward, terminated, truncated, info = env.step((action + self.first_action).reshape(self.action_shape)[()])
         self.keep(i, obs, info)
@@ -209,6 +207,8 @@ class Envs:
         the episodes that ended, [(i, return, length, "termination" or "truncation", row of obs before the reset)]."""
         rewards, ended = np.zeros(len(actions)), []
         for i, action in enumerate(actions):
+            if not all(self.obs[i, self.obs_dim + part.start + a] > 0 for part, a in zip(self.parts, action)):
+                fail(f"the action_mask of environment {i} allows no action: mend the environment", code=1)
             rewards[i], terminated, truncated = self.step_env(i, action)
             self.episode_returns[i] += rewards[i]
             self.episode_lengths[i] += 1
@@ -444,7 +444,7 @@ if __name__ == "__main__":
 
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
-    if not checkpoint and (run_dir / "checkpoint.pt").exists():
+    if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
         fail(f"{run_dir} exists: choose another --run-name, or go on with --resume {run_dir}")
     video_dir = run_dir / "videos" if args.capture_video else None
     if video_dir and sys.platform == "linux" and not os.environ.get("DISPLAY"):
@@ -482,7 +482,7 @@ if __name__ == "__main__":
     except OSError as error:
         fail(f"can't make {run_dir} ({error.strerror}): choose another --run-name, or mend that")
     for path in run_dir.iterdir():  # what was logged after the checkpoint will be logged again
-        if path.name.startswith(("events.", "episodes.csv")) and not path.is_symlink():
+        if (path.name == "episodes.csv" or path.name.startswith("events.")) and not path.is_symlink():
             os.truncate(path, min(path.stat().st_size, progress["log_sizes"].get(path.name, 0)))
     if not checkpoint:
         git = ["sh", "-c", "git describe --always --dirty"]  # says nothing without git, or outside a repository

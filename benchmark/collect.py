@@ -121,12 +121,15 @@ def main():
     parser.add_argument("dirs", nargs="+", type=Path, metavar="RUNS_DIR", help="a run's folder or a folder of them")
     parser.add_argument("--out", type=Path, help="write the rows to this CSV")
     parser.add_argument("--curves", type=Path, help="write the learning curves to this CSV")
-    args, rows, curves, damaged = parser.parse_args(), [], [], []
+    args, rows, curves, damaged, seen = parser.parse_args(), [], [], [], set()
     if missing := [str(path) for path in args.dirs if not path.is_dir()]:
         parser.error(f"no such folder: {', '.join(missing)}")
     for path in args.dirs:
         runs = [path] if (path / "config.json").exists() else [run for run in path.iterdir() if run.is_dir()]
         for run in sorted(runs):
+            if run.resolve() in seen:
+                continue
+            seen.add(run.resolve())
             try:
                 rows.append(read_run(run))
                 curves += read_curves(run) if args.curves else []

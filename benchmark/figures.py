@@ -83,12 +83,12 @@ def draw_overview(panels, looks, center):
     panels: {env_id: (curves, lines)} as draw_curves has them; looks: as there."""
     columns = min(4, len(panels))
     with matplotlib.rc_context(SETTINGS):
-        names = {variant: variant for curves, _ in panels.values() for variant in curves}
-        lines = math.ceil(len(panels) / columns)
-        figure = Figure((3 * columns, 2.4 * lines + 0.4 + 0.2 * len(names)), layout="constrained")
+        names = {variant: fill(variant, 30 * columns) for curves, _ in panels.values() for variant in curves}
+        lines, rest = math.ceil(len(panels) / columns), sum(name.count("\n") + 1 for name in names.values())
+        figure = Figure((3 * columns, 2.4 * lines + 0.4 + 0.2 * rest), layout="constrained")
         rows, handles = [], {}
         for i, (env_id, (curves, published)) in enumerate(panels.items()):
-            axes = figure.add_subplot(lines, columns, i + 1, title=env_id)
+            axes = figure.add_subplot(lines, columns, i + 1, title=fill(env_id, 26))
             own = plot_curves(axes, curves, names, looks, "steps", center)
             handles |= dict(reversed(pair) for pair in zip(*axes.get_legend_handles_labels()))
             limits = axes.get_ylim()

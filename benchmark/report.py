@@ -279,7 +279,7 @@ class Report:
         """The figure of all pairs of variants that have environments in common -> (header, rows) of a table."""
         rows, label, bases = [], "probability that a run of the first is better", self.bases(scaled)
         pairs = list(combinations(scaled, 2))
-        if len(scaled) > MANY and bases:  # dozens of pairs would be no figure
+        if len(scaled) > MANY and (bases or len(pairs) > 30):  # dozens of pairs would be no figure
             pairs = [(x, y) for y in bases for x in scaled if x not in bases]
         for x, y in pairs:
             if common := [env_id for env_id in scaled[x] if env_id in scaled[y]]:

@@ -138,20 +138,21 @@ def read_sweep(folder):
 
 def read_runs(paths, out):
     """Folders of runs, of sweeps, or runs -> (runs, troubles), each run once; the folder out is none of them."""
-    runs, troubles, seen = [], [], set()
+    runs, troubles, seen, out = [], [], set(), out and out.resolve()
     for path in paths:
         if path.resolve() in seen:
             continue
         seen.add(path.resolve())
         if (path / "sweep.json").exists():
             found, wrong = read_sweep(path)
-            runs, troubles = runs + found, troubles + wrong
+            runs += [run for run in found if (path / "runs" / run.name).resolve() not in seen]
+            troubles += wrong
             seen |= {folder.resolve() for folder in (path / "runs").glob("*")}
             continue
         if (path / "config.json").exists():
             folders = [path]
         else:
-            folders = [p for p in sorted(path.iterdir()) if p.is_dir() and p != out and p.resolve() not in seen]
+            folders = [p for p in sorted(path.iterdir()) if p.is_dir() and p.resolve() not in {*seen, out}]
             seen |= {folder.resolve() for folder in folders}
         for folder in folders:
             try:
@@ -190,7 +191,7 @@ def name_variants(runs, others):
     for run in everything:
         lengths[run.env_id, run.variant].add(run.planned_steps)
     for run in everything:
-        if len(lengths[run.env_id, run.variant]) > 1:
+        if run.planned_steps and len(lengths[run.env_id, run.variant] - {None}) > 1:
             run.variant += f" --total-timesteps {run.planned_steps}"
     mark = mark_of(runs, others)
     for run in others:

@@ -59,6 +59,9 @@ def read_suite(path):
     names = [run.name for run in runs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise SuiteError(f"{path} has {', '.join(twice)} more than once: give one of them a variant of another name")
+    places = {Path(run.script).stem: run.script for run in runs}
+    if same := next((run.script for run in runs if places[Path(run.script).stem] != run.script), None):
+        raise SuiteError(f"{path} has two scripts {Path(same).name}, which a report takes for one: rename one")
     return runs
 
 

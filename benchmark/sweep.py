@@ -76,11 +76,12 @@ class Sweep:
         return self.jobs[name]["started"], log.stat().st_size if log.exists() else 0
 
     def begin(self):
-        """Runs that failed before, or were left by a sweep that was killed, are to be tried again."""
+        """Runs that failed before, were left by a sweep that was killed, or were removed, are to be tried again."""
         running = self.engine.running()
         self.given = {name: self.mark(name) for name in running if name in self.jobs}
         for name, job in self.jobs.items():
-            if job["state"] != "finished" and name not in running and not self.held(name):
+            done = job["state"] == "finished" and read_result(self.dir / "runs" / name) is not None
+            if not done and name not in running and not self.held(name):
                 job |= {"state": "waiting", "failures": 0, "error": ""}
                 write_job(self.dir, name, job)
 
@@ -139,16 +140,16 @@ class Sweep:
                                             for name, job in self.jobs.items()):
                 try:
                     self.poll()
+                    if terminal:
+                        live.update(make_table(self.dir, self.jobs), refresh=True)
+                    elif time.time() - shown > 30:
+                        shown = time.time()
+                        self.say("\n".join([summary(self.jobs), *progress_lines(self.dir, self.jobs)]))
                 except EngineError as error:
                     broken = error
                     break
                 except OSError as error:  # a full disk, a network that is away for a moment
                     self.say(f"{error}: trying again")
-                if terminal:
-                    live.update(make_table(self.dir, self.jobs), refresh=True)
-                elif time.time() - shown > 30:
-                    self.say("\n".join([summary(self.jobs), *progress_lines(self.dir, self.jobs)]))
-                    shown = time.time()
                 time.sleep(POLL_S)
         if self.stopping or broken:
             print("stopping: the runs save what they have, which takes up to a minute", flush=True)

@@ -81,7 +81,8 @@ def last_line(path):
 
 def read_progress(log):
     """What a run's log says last: {"step", "steps", "eta", "speed", "return"}, strings; {} before the first line."""
-    found = next((match for line in reversed(tail(log)) if (match := PROGRESS.search(line))), None)
+    lines = tail(log, 2**16)  # a stack trace may follow it
+    found = next((match for line in reversed(lines) if (match := PROGRESS.search(line))), None)
     return dict(zip(("step", "steps", "eta", "speed", "return"), found.groups())) if found else {}
 
 

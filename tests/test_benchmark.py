@@ -111,6 +111,12 @@ def test_collect_curves(tmp_path):
         "HalfCheetah-v5,2,run2,evaluation,500,-2.0"]
 
 
+def test_collect_counts_a_run_once(tmp_path):
+    run = make_run(tmp_path / "runs" / "a", 1, [10.0], [100.0])
+    done = run_collect(tmp_path / "runs", run, tmp_path / "runs" / ".." / "runs")
+    assert done.returncode == 0 and "| 1: 1 |" in done.stdout
+
+
 def test_collect_without_runs_fails(tmp_path):
     assert run_collect(tmp_path).returncode == 1
     missing = run_collect(tmp_path / "missing")
@@ -164,7 +170,7 @@ def test_speed_tables():
 
 @pytest.mark.parametrize("said, number", [
     ("SPS: 12\nglobal_step=5, SPS: 1234\n", 1234.0), ("at 1,234.5 steps/s, 3 left", 1234.5), ("sps 7", 7.0),
-    ("FPS = 300", 300.0), ("12 seconds", None), ("", None)])
+    ("FPS = 300", 300.0), ("SPS: 5\nthat was the SPS, thanks", 5.0), ("12 seconds", None), ("", None)])
 def test_speed_of_another_program_is_the_last_that_it_prints(said, number):
     assert speed.read_speed(said) == number
 
@@ -194,7 +200,8 @@ def test_speed_beside_any_command(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("flags, sentence", [
     (["ppo_atri"], "no ppo_atri to measure"), (["--steps", "4095"], "needs --steps 4096"),
-    (["--steps", "0"], "needs --steps 4096"), (["--rounds", "0"], "one of --rounds"),
+    (["--steps", "0"], "needs --steps 4096"), (["ddpg_continuous_action", "--steps", "299"], "needs --steps 300"),
+    (["--rounds", "0"], "one of --rounds"),
     (["--other", "x"], "NAME=COMMAND"), (["--other", "sb3=ls"], "the name none of"),
     (["--other", "x=ls", "--other", "x=pwd"], "the same NAME")])
 def test_speed_refuses_bad_flags(flags, sentence, monkeypatch, capsys):

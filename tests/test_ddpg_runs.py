@@ -429,7 +429,7 @@ def is_finite(x):
 def test_non_finite_transition(whole, run, succeed, tmp_path, fault, step, saved):
     """Ends the run before it is stored and leaves the last good checkpoint, from which the run goes on."""
     result = run(tmp_path, TOY_RUN, fault=f"{fault} {step}")
-    assert_fails(result, 1, f"step {step - 2}:", "observation is not finite", "--resume")
+    assert_fails(result, 1, f"step {step - 2}:", "reward is not finite: mend the environment", "--resume")
     checkpoint = load_checkpoint(tmp_path / RUN)
     assert checkpoint["global_step"] == saved and is_finite(checkpoint["agent"]) and is_finite(checkpoint["learners"])
     assert all(is_finite(x) for stats in checkpoint["envs"]["stats"] for x in stats)
@@ -443,6 +443,23 @@ def test_non_finite_loss(run, tmp_path):
     flags = "--learning-rate 1e30 --random-steps 500 --eval-interval 1000"  # nobody asks the spoilt policy
     assert_fails(run(tmp_path, f"{TOY_RUN} {flags}"), 1, "the loss is not finite", str(RUN))
     assert is_finite(load_checkpoint(tmp_path / RUN)["learners"])
+
+
+def test_spoilt_policy_is_not_the_environment_s_fault(run, tmp_path):
+    result = run(tmp_path, f"{TOY_RUN} --learning-rate 1e30")
+    assert_fails(result, 1, "action or reward is not finite", "start anew at a lower rate")
+
+
+def test_noise_starts_anew_where_the_environment_does(run, tmp_path):
+    """Its episode ended before the actions of the checkpoint do; the noise that the checkpoint has isn't that of the
+    new one."""
+    flags = TOY_RUN.replace("toy:Toy-v0", "toy:ToyShort-v0")
+    assert "ToyShort" in flags and run(tmp_path, flags, fault="SIGTERM 249", END="30").returncode == 143
+    checkpoint = load_checkpoint(tmp_path / RUN)
+    test_runs.edit_checkpoint(tmp_path / RUN, noise=torch.full_like(checkpoint["noise"], 1e9))
+    result = run(tmp_path, f"--resume {RUN}", fault="SIGTERM 30", END="3")
+    actions = transitions(tmp_path / RUN, checkpoint["global_step"] + 4, 4)[:, ACTION]
+    assert (result.returncode, result.stdout.count("can't be brought back")) == (143, 2) and not (actions == 1).any()
 
 
 def test_tensorboard(whole):

@@ -404,6 +404,29 @@ def test_environments_go_on_from_a_saved_state_bit_for_bit(env_id, steps, capsys
     assert not capsys.readouterr().out
 
 
+def test_a_masked_environment_that_cannot_be_replayed_starts_anew(capsys):
+    class Moody(gym.Env):
+        observation_space, action_space, allowed = Box(-1, 1, (2,)), Discrete(2), 0
+
+        def __init__(self, render_mode=None):
+            pass
+
+        def reset(self, seed=None, options=None):
+            super().reset(seed=seed)
+            return [0.0, 0.5], {"action_mask": np.eye(2)[self.allowed]}
+
+        def step(self, action):
+            return [0.0, 1.0], 0.0, False, False, {"action_mask": np.eye(2)[self.allowed]}
+
+    gym.register("Moody-v0", Moody)
+    envs = ppo.Envs("Moody-v0", 1, 1)
+    assert envs.obs.tolist() == [[0, 0.5, 1, 0]]  # a list will do for an array
+    envs.step(np.array([[0]]))
+    envs.envs[0].unwrapped.allowed = 1
+    envs.load_state(envs.state())
+    assert "can't be brought back" in capsys.readouterr().out and envs.obs.tolist() == [[0, 0.5, 0, 1]]
+
+
 def test_evaluation_plays_the_likeliest_allowed_actions(monkeypatch):
     made, make_env = [], ppo.make_env
     monkeypatch.setattr(ppo, "make_env", lambda *args, **kwargs: made.append(make_env(*args, **kwargs)) or made[-1])

@@ -576,6 +576,7 @@ def test_evaluate_plays_the_same_games(whole):
     ("Breakout-v4", ["NAMENoFrameskip-v4"]),
     ("BreakotNoFrameskip-v4", ["can't make", "BreakoutNoFrameskip"]),
     ("ALE/Breakuot-v5", ["can't make", "Breakout"]),
+    ("ALE/Backgammon-v5", ["no NOOP"]),
 ])
 def test_what_is_no_atari_game_is_refused_with_one_sentence(env_id, words, tmp_path):
     output = run(tmp_path, "--env-id", env_id, code=2)

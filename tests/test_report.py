@@ -212,6 +212,8 @@ def test_variants_of_a_script_from_elsewhere_are_what_differs_between_its_runs()
     runs = [make("mine", lr=0.1, size=3, seed=1), make("mine", lr=0.1, size=4, seed=2)]
     planned = Run("later", "mine", {"size": 4, "seed": 3}, "waiting")
     assert variants_of(*runs, planned) == ["mine --size 3", "mine --size 4", "mine --size 4"]
+    runs = [make("mine", total_timesteps=7, seed=1), Run("later", "mine", {"seed": 2}, "waiting")]
+    assert variants_of(*runs) == ["mine", "mine"]  # whose steps aren't known is no variant
 
 
 def test_what_all_variants_of_a_script_have_is_no_part_of_their_names():
@@ -230,12 +232,15 @@ def test_variants_to_compare_have_a_mark():
     assert variants_of(make(), others=[make(row={"git_commit": c}) for c in "de"])[1:] == ["vpg (compared)"] * 2
 
 
-def test_each_run_is_read_once_and_the_report_is_none(tmp_path):
+def test_each_run_is_read_once_and_the_report_is_none(tmp_path, monkeypatch):
     run = make_run(tmp_path / "runs" / "a")
     (tmp_path / "runs" / "report").mkdir()
-    paths = [run, tmp_path / "runs", run, tmp_path / "runs" / ".." / "runs"]
-    runs, troubles = read_runs(paths, tmp_path / "runs" / "report")
-    assert [run.name for run in runs] == ["a"] and troubles == []
+    make_sweep(tmp_path, {"a": []}, a=("finished", ""))
+    monkeypatch.chdir(tmp_path)
+    for paths in ([run, tmp_path / "runs", run, tmp_path / "runs" / ".." / "runs"], [Path("runs")],
+                  [tmp_path / "runs", tmp_path], [tmp_path, tmp_path / "runs"]):
+        runs, troubles = read_runs(paths, tmp_path / "runs" / "report")
+        assert [run.name for run in runs] == ["a"] and len(troubles) == (tmp_path in paths), paths  # report
 
 
 def test_score_is_of_the_last_100_episodes_of_a_finished_run(tmp_path):
@@ -555,6 +560,17 @@ def test_overview_has_a_panel_for_each_environment_and_one_legend():
     assert [(axes.get_title(), len(axes.lines)) for axes in figure.axes] == [("A-v0", 2), ("B-v1", 3)]
     assert sorted(text.get_text() for text in figure.legends[0].texts) == [
         "published scores, where they are in the picture", "v"]
+
+
+def test_overview_has_room_for_long_names():
+    x, long = np.array([0.0, 1.0]), "ppo_continuous_action --learning-rate 0.001 --num-minibatches 64 --no-norm-adv"
+    curves = {long: {"runs": [("a", x, x, True)], "center": (x, x, x, x), "count": 1}}
+    panels = {"benchmark.environments:MaskedCartPole-v1": (curves, []), "B-v1": (curves, [])}
+    figure, _ = report.draw_overview(panels, {long: ("#0072B2", "-")}, "iqm")
+    figure.draw_without_rendering()
+    for text in (*(axes.title for axes in figure.axes), *figure.legends[0].texts):
+        box = text.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1 and 0 <= box.y0 < box.y1 <= figure.bbox.y1, text
 
 
 def test_unfinished_curves_are_dashed():

@@ -394,6 +394,7 @@ MOMENTS = {
 def test_resume_after_kill(whole, tmp_path, faults):
     """Killed with -9 at an exact step and resumed: no bit differs from the run that nothing interrupted."""
     assert run(tmp_path, TOY_RUN, fault=faults[0]).returncode == -signal.SIGKILL
+    (tmp_path / "runs" / "run" / "episodes.csv.bak").write_text("the user's own")
     if faults == MOMENTS["between-checkpoints"]:  # much was logged after the checkpoint, and reached the disk
         sizes = load_checkpoint(tmp_path / RUN)["log_sizes"]
         logs = [tmp_path / RUN / "episodes.csv", *(tmp_path / RUN).glob("events.*")]
@@ -403,6 +404,7 @@ def test_resume_after_kill(whole, tmp_path, faults):
     result = resume(tmp_path)
     assert result.returncode == 0, result.stderr
     assert differences(whole[0], tmp_path / RUN) == []
+    assert (tmp_path / RUN / "episodes.csv.bak").read_text() == "the user's own"
     assert "can't be brought back" not in result.stdout
     rows = episode_rows(tmp_path / RUN)
     walls = [float(row["wall_seconds"]) for row in rows]
@@ -564,6 +566,7 @@ BAD_INPUT = {
     "negative-seed": ("--seed -1", 2, "seed"),
     "no-number": ("--num-envs two", 2, "num-envs"),
     "unknown-flag": ("--no-such-flag 1", 2, "--no-such-flag"),
+    "run-name-too-long": (f"--run-name {'x' * 300}", 2, "--run-name"),
     "run-name-elsewhere": ("--run-name ../x/run", 2, "--run-name"),
     "run-name-absolute": ("--run-name /nowhere/x/run", 2, "--run-name"),
     "resume-nothing": ("--resume runs/nowhere", 2, "runs/nowhere"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmark import worker
+from benchmark import sweep, worker
 from benchmark.suite import SuiteError, read_suite
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,6 +165,7 @@ variants = { plain = {}, slow = { fast = false, total_timesteps = 9 } }''')
     ('env_ids = ["A"]\nseeds = true', "seeds = True is of the wrong type"),
     ('env_ids = ["A"]\nseeds = 1\nenvs = 3', "unknown key envs"),
     ('env_ids = ["A", "A"]\nseeds = 1', "A__fake__1 more than once"),
+    ('env_ids = ["A"]\nseeds = 1\n[[runs]]\nscript = "copy/fake.py"\nenv_ids = ["B"]\nseeds = 1', "two scripts"),
     ('env_ids = ["A"]\nseeds = 1\nflags = { stride = 3 }', "stride is no flag of fake.py"),
     ('env_ids = ["A"]\nseeds = 1\nflags = { seed = 3 }', "seed is no flag of fake.py that a suite may set"),
     ('env_ids = ["A"]\nseeds = 1\nflags = { total_timesteps = 0 }', "--total-timesteps must be above 0"),
@@ -172,6 +174,8 @@ variants = { plain = {}, slow = { fast = false, total_timesteps = 9 } }''')
     ('env_ids = ["A"]\nseeds = 1\n[[walks]]\n', "must have tables [[runs]] and nothing else"),
 ])
 def test_bad_suites_are_refused_in_one_sentence(tmp_path, text, sentence):
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "fake.py").write_text(FAKE)
     (tmp_path / "other.py").write_text("no python")
     (tmp_path / "exits.py").write_text("raise SystemExit(3)")
     (tmp_path / "empty.py").write_text("")
@@ -219,6 +223,40 @@ def test_progress_is_read_from_the_last_line(tmp_path):
                    "evaluation: -1.5 +- 0.9 over 10 episodes, no noise\n")
     assert worker.read_progress(log) == {"step": "11900", "steps": "1000000", "eta": "18:16", "speed": "901.19 steps/s",
                                         "return": "-282.9"}
+    with open(log, "a") as file:
+        file.write("a line of a stack trace\n" * 500)
+    assert worker.read_progress(log)["step"] == "11900"
+
+
+def test_a_removed_run_is_run_again(tmp_path):
+    suite, folder = write_suite(tmp_path, 'env_ids = ["Good-v0"]\nseeds = 1'), tmp_path / "out"
+    for _ in range(2):
+        assert run(suite, folder).returncode == 0
+        assert steps_of(folder, "Good-v0__fake__1") == [1, 2, 3, 4, 5, 6]
+        shutil.rmtree(folder / "runs" / "Good-v0__fake__1")
+
+
+def test_a_network_folder_that_is_away_for_a_moment_does_not_end_the_sweep(tmp_path, monkeypatch, capsys):
+    class Engine:
+        stops_are_final = False
+
+        def running(self):
+            return set()
+
+        def room(self):
+            return 1
+
+        def start(self, names):
+            (tmp_path / "runs" / "a").mkdir(parents=True)
+            (tmp_path / "runs" / "a" / "evaluation.json").write_text('{"returns": [1.0]}')
+
+    def away(*_):
+        raise OSError("stale")
+    (tmp_path / "jobs").mkdir()
+    monkeypatch.setattr(sweep, "progress_lines", away)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert sweep.Sweep(tmp_path, {"a": None}, Engine(), 1).run() == 0
+    assert "stale: trying again" in capsys.readouterr().out
 
 
 def test_failed_runs_are_resumed_and_at_last_named(tmp_path):
