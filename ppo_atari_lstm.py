@@ -186,11 +186,11 @@ class Envs:
             if frame >= 2:
                 ale.getScreenRGB(self.screens[i, frame - 2])
             if ale.game_over():
-                self.screens[i] = ale.getScreenRGB()
+                self.screens[i, : 2 * (frame < 3)] = ale.getScreenRGB()  # of fewer than four frames the last alone
                 break
         lost, self.lives[i] = "life" if 0 < ale.lives() < self.lives[i] else None, ale.lives()
         self.episode_returns[i] += reward  # of the whole game, no-ops and FIRE after a lost life too
-        ended_by = "truncation" if ale.game_truncated() else lost
+        ended_by = lost or ("truncation" if ale.game_truncated() else None)
         return reward, "termination" if ale.game_over(with_truncation=False) else ended_by
 
     def skip_unseen(self, i, action):
@@ -485,7 +485,7 @@ if __name__ == "__main__":
         try:
             progress = {name: checkpoint[name] for name in progress}
             agent.load_state_dict(checkpoint["agent"])
-            envs.load_state(checkpoint["envs"])
+            args.evaluate or envs.load_state(checkpoint["envs"])
             memory[:, going] = checkpoint["memory"].to(device).view_as(memory)[:, (going := envs.episode_lengths > 0)]
             optimizer = {name: checkpoint["optimizer"][name].to(x.device) for name, x in optimizer.items()}
             for setter, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), checkpoint["random"]):

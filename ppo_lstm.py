@@ -460,7 +460,7 @@ if __name__ == "__main__":
         try:
             progress = {name: checkpoint[name] for name in progress}
             agent.load_state_dict(checkpoint["agent"])
-            envs.load_state(checkpoint["envs"])
+            args.evaluate or envs.load_state(checkpoint["envs"])
             memory[:, going] = checkpoint["memory"].to(device).view_as(memory)[:, (going := envs.episode_lengths > 0)]
             optimizer = {name: checkpoint["optimizer"][name].to(x.device) for name, x in optimizer.items()}
             for setter, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), checkpoint["random"]):

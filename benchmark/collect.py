@@ -44,7 +44,8 @@ def changed_flags(args, defaults):
     for name, value in args.items():
         if name not in ("env_id", "seed", "run_name") and (name not in defaults or value != defaults[name]):
             words += [f"--{'no-' * (value is False)}{name}".replace("_", "-")]
-            words += [] if isinstance(value, bool) else map(str, value if isinstance(value, list) else [value])
+            values = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
+            words += [str(x).removesuffix(".0") if isinstance(x, float) else str(x) for x in values]
     return shlex.join(words)
 
 

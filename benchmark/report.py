@@ -280,7 +280,11 @@ class Report:
         rows, label, bases = [], "probability that a run of the first is better", self.bases(scaled)
         pairs = list(combinations(scaled, 2))
         if len(scaled) > MANY and (bases or len(pairs) > 30):  # dozens of pairs would be no figure
-            pairs = [(x, y) for y in bases for x in scaled if x not in bases]
+            kin = {run.variant: (f"{run.script}{run.mark}", run.variant.removesuffix(run.mark)) for run in self.runs}
+            pairs = [(y, x) if x == kin[y][0] else (x, y) for x, y in pairs if x in bases and y in bases
+                     or x == kin[y][0] or y == kin[x][0] or kin[x][1] == kin[y][1]]
+            self.add("p", "Of these variants only scripts with their defaults are set beside each other, and each "
+                          "other variant beside its script's defaults and what it is compared with.")
         for x, y in pairs:
             if common := [env_id for env_id in scaled[x] if env_id in scaled[y]]:
                 found = improvement([scaled[x][env_id] for env_id in common], [scaled[y][env_id] for env_id in common])
@@ -298,8 +302,8 @@ class Report:
         base, center = f"{script}{mark}", CENTERS[self.center]
         variants = list(dict.fromkeys(run.variant for run in self.runs if (run.script, run.mark) == (script, mark)))
         if base not in raw and len(variants) > 1:
-            self.add("p", f"{base} has no finished run with its defaults (and as many steps as the others): no figure "
-                          "of what its variants gain on them.")
+            self.add("p", f"{base} has no finished run with its defaults (and the usual number of steps): no figure of "
+                          "what its variants gain on them.")
         others = sorted(variant for variant in variants if variant != base and variant in raw)
         table = []
         for env_id in [*raw.get(base, ()), "all"]:

@@ -112,7 +112,7 @@ def read_sweep(folder):
     if not isinstance(plan, dict):
         troubles.append(f"sweep.json of {folder.name} doesn't say which runs are planned")
         plan = {}
-    begun = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
+    begun = [path.name for path in subfolders(folder / "runs")]
     for name in [*plan, *(name for name in begun if name not in plan)]:
         job, damage, run = read_job(folder, name), "", None
         try:
@@ -136,6 +136,15 @@ def read_sweep(folder):
     return runs, troubles
 
 
+def subfolders(folder):
+    """The folders in a folder, sorted; a link to one of them is none."""
+    real = {}
+    for path in sorted(folder.glob("*"), key=lambda path: (path.is_symlink(), path)):
+        if path.is_dir():
+            real.setdefault(path.resolve(), path)
+    return sorted(real.values())
+
+
 def read_runs(paths, out):
     """Folders of runs, of sweeps, or runs -> (runs, troubles), each run once; the folder out is none of them."""
     runs, troubles, seen, out = [], [], set(), out and out.resolve()
@@ -152,7 +161,7 @@ def read_runs(paths, out):
         if (path / "config.json").exists():
             folders = [path]
         else:
-            folders = [p for p in sorted(path.iterdir()) if p.is_dir() and p.resolve() not in {*seen, out}]
+            folders = [p for p in subfolders(path) if p.resolve() not in {*seen, out}]
             seen |= {folder.resolve() for folder in folders}
         for folder in folders:
             try:
@@ -170,8 +179,9 @@ def without_paths(text):
 
 def name_variants(runs, others):
     """Gives each run its variant: script and the flags that differ from its defaults, or, for a script of somewhere
-    else, from one run to another; the steps where they differ within it; others, to be compared, get a mark. What all
-    variants of a script have in common is no part of their names -> {script: those flags, on a command line}."""
+    else, from one run to another; the steps where they aren't those of most runs of the variant; others, to be
+    compared, get a mark. What all variants of a script have in common is no part of their names -> {script: those
+    flags, on a command line}."""
     everything, shared = runs + others, {}
     for script in {run.script for run in everything}:
         same = [run for run in everything if run.script == script]
@@ -187,11 +197,15 @@ def name_variants(runs, others):
         for run, own in zip(same, flags):
             own = {name: x for name, x in own.items() if name not in common}
             run.variant = without_paths(f"{script} {changed_flags(own, {})}".rstrip())
-    lengths = defaultdict(set)
+    lengths = defaultdict(Counter)
+    for group in (runs, others):
+        known = set(lengths)
+        for run in group:
+            if run.planned_steps and (run.env_id, run.variant) not in known:
+                lengths[run.env_id, run.variant][run.planned_steps] += 1
     for run in everything:
-        lengths[run.env_id, run.variant].add(run.planned_steps)
-    for run in everything:
-        if run.planned_steps and len(lengths[run.env_id, run.variant] - {None}) > 1:
+        usual = lengths[run.env_id, run.variant].most_common(2)
+        if run.planned_steps and (run.planned_steps != usual[0][0] or [n for _, n in usual] == [usual[0][1]] * 2):
             run.variant += f" --total-timesteps {run.planned_steps}"
     mark = mark_of(runs, others)
     for run in others:

@@ -27,21 +27,25 @@ SMALL = ("--num-envs", "2", "--num-steps", "16", "--num-minibatches", "2", "--up
 
 class FakeALE:
     """An emulator in which frame k after a reset is filled with gray 3k; `script` says which frame does what: a number
-    is its reward, "life" takes one of three lives, "over" and "cut" end the game. Keeps the actions of every game."""
+    is its reward, "life" takes one of three lives, "over" and "cut" end the game, "life cut" does both. Keeps the
+    actions of every game."""
 
     def __init__(self, script):
         self.script, self.games = script, []
 
     def reset_game(self):
         self.games.append([])
-        self.left, self.over, self.cut = 3, False, False
+        self.left, self.over, self.cut, self.frozen = 3, False, False, False
 
     def act(self, action):
+        if self.frozen:  # the no-op after a life that is lost as the game is cut: as in the real one nothing happens
+            return 0.0
         assert not self.over, "an action after the end of the game"
         self.games[-1].append(int(action))
         event = self.script.get(len(self.games[-1]), 0.0)
-        self.left -= event == "life"
-        self.over, self.cut = event in ("over", "cut"), event == "cut"
+        self.frozen = event == "life cut"
+        self.left -= event in ("life", "life cut")
+        self.over, self.cut = event in ("over", "cut", "life cut"), event in ("cut", "life cut")
         return 0.0 if isinstance(event, str) else event
 
     def game_over(self, with_truncation=True):
@@ -212,6 +216,14 @@ def test_a2_fire_and_the_action_after_it_follow_a_reset_and_a_lost_life():
     assert set(game[noops + 8 : -12]) == {13}
 
 
+def test_a_new_game_knows_nothing_of_the_last_ones_action():
+    envs = ppo.Envs("FireNoFrameskip-v4", 1, 1)
+    envs.envs[0].ale.script, envs.sticky = {}, 1.0
+    envs.last_actions[0] = 3
+    envs.reset_env(0)
+    assert set(envs.envs[0].ale.games[-1]) == {10}
+
+
 @pytest.mark.parametrize("event", ["life", "over"])
 def test_a2_an_episode_that_ends_in_its_fire_starts_again(event):
     envs = ppo.Envs("FireNoFrameskip-v4", 1, 1)
@@ -220,8 +232,9 @@ def test_a2_an_episode_that_ends_in_its_fire_starts_again(event):
     envs.envs[0].np_random.bit_generator.state = np.random.PCG64(5).state
     noops = int(np.random.Generator(np.random.PCG64(5)).integers(1, 31))
     ale.script = {noops + 3: event}
+    envs.unseen = []
     envs.reset_env(0)
-    assert not ale.over
+    assert not ale.over and envs.unseen == []  # a game in which the learner has done nothing is no episode
     expected = [10] * noops + [11] * 4 + [10] * 4 + [12] * 4 if event == "life" else [12] * 4
     assert ale.games[-1][-len(expected) :] == expected
 
@@ -376,16 +389,30 @@ def test_a_lost_life_terminates_for_the_learner_and_is_no_episode():
     assert terminations.sum() > len(episodes) > 0 and {episode[4] for episode in episodes} == {"termination"}
 
 
+def test_a_life_lost_at_the_frame_limit_terminates_for_the_learner_and_the_game_is_truncated():
+    envs = ppo.Envs("LivesNoFrameskip-v4", 1, 1)
+    envs.envs[0].ale.script = {60: "life cut"}
+    *_, terminations, truncations, episodes = ppo.rollout(ppo.Agent(3), envs, 60)
+    assert len(episodes) == terminations.sum() >= 2 and {episode[4] for episode in episodes} == {"truncation"}
+    np.testing.assert_array_equal(terminations, truncations)
+    assert [len(game) for game in envs.envs[0].ale.games[1:-1]] == [60] * len(episodes)
+
+
 @pytest.mark.parametrize("event, ended_by", [("cut", "truncation"), ("over", "termination")])
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_the_observation_that_ends_a_game_shows_its_last_frame(event, ended_by, k):
+def test_the_observation_that_ends_a_game_shows_its_last_frame_or_the_fourth_and_the_third(event, ended_by, k):
     envs = ppo.Envs("LivesNoFrameskip-v4", 1, 1)
     ale = envs.envs[0].ale
-    last = len(ale.games[-1]) + k
-    ale.script = {last: event}
+    first = len(ale.games[-1])
+
+    def darkening(out=None):
+        out = np.zeros((210, 160, 3), np.uint8) if out is None else out
+        out[:] = 3 * (50 - len(ale.games[-1]))
+        return out
+    ale.script, ale.getScreenRGB = {first + k: event}, darkening
     ended = envs.step([1])[1]
     assert [record[3] for record in ended] == [ended_by]
-    np.testing.assert_array_equal(ended[0][4][3], gray(last))
+    np.testing.assert_array_equal(ended[0][4][3], gray(50 - first - min(k, 3)))
 
 
 @pytest.mark.parametrize("flag", ["--bootstrap-truncated", "--no-bootstrap-truncated"])
@@ -491,6 +518,16 @@ def test_bfloat16_is_near_float32():
     for rounded, output in zip(agent.heads(obs), exact):
         assert rounded.dtype == torch.float32 and not torch.equal(rounded, output)
         torch.testing.assert_close(rounded, output, rtol=0.05, atol=0.05)
+
+
+def test_amp_is_a_flag_of_a_run(run_script):
+    """The same run, with other weights that are near, and float32."""
+    flags = ("--env-id", "LivesNoFrameskip-v4", *SMALL, "--total-timesteps", "32")
+    start, end, rounded = ((nn.utils.parameters_to_vector(run_script(SCRIPT, *flags, "--run-name", f"run{i}", *more)
+                            .agent.parameters()).detach())
+                           for i, more in enumerate((["--learning-rate", "1e-30"], [], ["--amp"])))
+    assert rounded.dtype == torch.float32 and not torch.equal(rounded, end)
+    assert (rounded - end).norm() < 0.5 * (end - start).norm()
 
 
 def test_drawing_shows_the_screen_the_names_and_bars_as_long_as_the_probabilities():
