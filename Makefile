@@ -19,6 +19,7 @@ lint: .venv/installed
 	$(RUN) -m ruff check .
 
 .venv/installed: requirements.txt
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 10) and sys.exit("make needs Python 3.10 or newer: make PYTHON=python3.12")'
+	$(PYTHON) -m venv --clear .venv
 	$(RUN) -m pip install --quiet --requirement requirements.txt
 	touch $@

@@ -516,11 +516,11 @@ if __name__ == "__main__":
         import wandb
         try:
             if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
-                raise ValueError("no login")
+                fail("--track: there is no login: run `wandb login`, or set WANDB_MODE=offline and sync later")
             wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
                        name=run_dir.name, id=progress["wandb_id"], resume="allow", dir=run_dir, sync_tensorboard=True)
-        except Exception as error:  # login, network, server
-            fail(f"--track: W&B doesn't start ({error}): run `wandb login`, or set WANDB_MODE=offline and sync later")
+        except Exception as error:  # network, server
+            fail(f"--track: W&B doesn't start ({error}): try again, or set WANDB_MODE=offline and sync later", code=1)
     writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
     start_time, last_line = time.time() - progress["wall_seconds"], time.time()
     bar = tqdm(total=args.num_iterations * args.num_envs, initial=iteration * args.num_envs, unit=" steps",

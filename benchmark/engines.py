@@ -76,7 +76,7 @@ class Local:
             raise EngineError(f"{workers} workers with {args.cpus_per_run} cores each don't fit on {len(cores)} cores")
         shares = int(1 / args.gpus_per_run + 1e-9) if 0 < args.gpus_per_run < 1 else 1
         whole = max(1, int(args.gpus_per_run))
-        places = [gpus[i : i + whole] for i in range(0, len(gpus) - whole + 1, whole) for _ in range(shares)]
+        places = [gpus[i : i + whole] for _ in range(shares) for i in range(0, len(gpus) - whole + 1, whole)]
         if args.gpus_per_run and not args.workers:
             workers = min(workers, len(places)) or 1
         if args.gpus_per_run and workers > len(places):
@@ -160,7 +160,8 @@ class Docker(Local):
 
     def command(self, name, cores, gpus):
         cache = self.folder / "cache"  # of compiled functions
-        places = dict.fromkeys([*module_places(), *self.scripts], ",readonly") | {str(self.folder): ""}
+        modules = filter(os.path.exists, module_places())  # Docker refuses to mount what isn't there
+        places = dict.fromkeys([*modules, *self.scripts], ",readonly") | {str(self.folder): ""}
         words = ["docker", "run", "--rm", "--interactive", "--label", f"plainrl={name}",
                  "--stop-timeout", str(STOP_S + 10), "--user", f"{os.getuid()}:{os.getgid()}",
                  "--cpuset-cpus", ",".join(map(str, cores)),

@@ -78,7 +78,10 @@ class Sweep:
     def begin(self):
         """Runs that failed before, were left by a sweep that was killed, or were removed, are to be tried again."""
         running = self.engine.running()
-        self.given = {name: self.mark(name) for name in running if name in self.jobs}
+        marks = {name: self.mark(name) for name in running if name in self.jobs}
+        # Of a run that an earlier sweep started the worker has come up already, whatever it does next
+        self.given = {name: (0.0, size) if self.jobs[name]["state"] == "running" else (started, size)
+                      for name, (started, size) in marks.items()}
         for name, job in self.jobs.items():
             done = job["state"] == "finished" and read_result(self.dir / "runs" / name) is not None
             if not done and name not in running and not self.held(name):
@@ -102,7 +105,12 @@ class Sweep:
                 names += [name] if free and self.jobs[name]["state"] not in ENDS else []
         if names:
             marks = {name: self.mark(name) for name in names}
-            self.engine.start(names)
+            try:
+                self.engine.start(names)
+            except OSError:
+                began = self.engine.running()
+                self.given |= {name: mark for name, mark in marks.items() if name in began}
+                raise
             self.given |= marks
 
     def left(self, name, mark):

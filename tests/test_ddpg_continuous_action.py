@@ -100,13 +100,14 @@ class Reference:
         lrs = [lr or args.learning_rate for lr in (args.actor_learning_rate, args.critic_learning_rate)]
         self.actor_adam = torch.optim.Adam(self.nets.actor.parameters(), lrs[0])
         self.critic_adam = torch.optim.Adam(self.nets.critic.parameters(), lrs[1], weight_decay=args.weight_decay)
+        self.norms = []  # of the gradients
 
     def descend(self, loss, net, adam):
         for parameter in self.nets.parameters():
             parameter.grad = None
         loss.backward()
         if self.args.max_grad_norm:
-            nn.utils.clip_grad_norm_(net.parameters(), self.args.max_grad_norm)
+            self.norms.append(nn.utils.clip_grad_norm_(net.parameters(), self.args.max_grad_norm).item())
         adam.step()
 
     def update(self, rows, with_actor):
@@ -131,10 +132,12 @@ class Reference:
 
 ALL_FLAGS = {"actor_learning_rate": 1e-3, "critic_learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.01,
              "tau": 0.3, "gamma": 0.9}  # a gradient's norm is always above 0.01: Adam sees only that it is constant
+BETWEEN = 0.5  # norms below it and above it
 
 
 @pytest.mark.parametrize("flags, compiled", [({}, False), ({}, True), (ALL_FLAGS, False), (ALL_FLAGS, True),
-                                             ({"learning_rate": 1e-3, "max_grad_norm": 0.01}, False)])
+                                             ({"learning_rate": 1e-3, "max_grad_norm": 0.01}, False),
+                                             ({"max_grad_norm": BETWEEN}, False)])
 def test_updates_equal_a_plain_reference(flags, compiled):
     """Weights, targets and metrics, over ten updates of which every third leaves the actor and the targets alone."""
     args = ddpg.Args(hidden_sizes=(16, 12), compile=compiled, **flags)
@@ -154,6 +157,8 @@ def test_updates_equal_a_plain_reference(flags, compiled):
             torch.testing.assert_close(learner[key], expected, rtol=1e-4, atol=2e-6)
     np.testing.assert_allclose(totals.numpy(), sums, rtol=1e-4, atol=1e-5)
     assert (learners["critic"]["step"], learners["actor"]["step"]) == (10, 6)
+    if args.max_grad_norm == BETWEEN:
+        assert min(reference.norms) < BETWEEN < max(reference.norms)
 
 
 def test_updates_equal_those_of_stable_baselines3(monkeypatch):

@@ -17,6 +17,7 @@ from test_sweep import FAKE, ROOT, jobs_of, steps_of, wait_for, write_suite
 from benchmark import engines, sweep, worker
 from benchmark.suite import read_suite
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sweeps run on Linux")
 # FAKE, but fast; what it got to know is in its folder. Started from step 0, Gate-v0 waits after step 2 for SIGTERM or a
 # file "go" in the sweep's folder, Linger-v0 for the file alone, and so does Deaf-v0, which ignores SIGTERM. They wait
 # for a minute at most, so that no test leaves them behind.
@@ -347,14 +348,16 @@ def test_docker_that_fails_for_a_while_costs_no_run(tmp_path, docker, start):
 
 
 def test_a_container_sees_the_users_modules(tmp_path, monkeypatch):
-    """Whatever its PYTHONPATH names is there."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    """Whatever its PYTHONPATH names is there, but for what this machine lacks, too."""
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/modules:{tmp_path}/gone")
+    (tmp_path / "modules").mkdir()
     args = Namespace(workers=1, cpus_per_run=1, gpus_per_run=0, memory_per_run=None, engine_args=[], image="x")
     words = engines.Docker(tmp_path / "out", {}, args).command("a", [0], [])
     places = [word.split(",")[1].removeprefix("source=") for word in words if word.startswith("type=bind")]
     paths, = (word.removeprefix("PYTHONPATH=").split(":") for word in words if word.startswith("PYTHONPATH="))
     assert str(tmp_path / "modules") in paths
-    assert all(any(Path(path).is_relative_to(place) for place in places) for path in paths), places
+    assert f"{tmp_path}/gone" not in places
+    assert all(any(Path(path).is_relative_to(place) for place in places) for path in paths[:-1]), places
 
 
 def test_docker_without_the_image(tmp_path, docker, start):
@@ -519,6 +522,23 @@ def test_scancel_is_the_last_word(tmp_path, slurm, start):
     assert f"\nruns=({GATES[0]})\n" in calls_of(slurm)[1]["text"]
 
 
+def test_scancel_is_the_last_word_for_a_sweep_that_watches_again(tmp_path, slurm, start):
+    suite, folder = make_suite(tmp_path, "Gate-v0", seeds=2), tmp_path / "out"
+    first = start(suite, folder, "--backend", "slurm")
+    at_gate(folder, *GATES[:2])
+    first.kill()
+    first.wait()
+    second = start(suite, folder, "--backend", "slurm")
+    wait_until_asked(slurm, 2)
+    os.kill(int((slurm / "100_0.queued").read_text()), signal.SIGTERM)
+    wait_for(lambda: not (slurm / "100_0.queued").exists())
+    wait_until_asked(slurm, 2)
+    (folder / "go").touch()
+    code, said = finish(second)
+    assert code == 1 and f"cancelled: {GATES[0]}\n" in said and len(calls_of(slurm)) == 1
+    assert_done_once(folder, GATES[1])
+
+
 def test_a_slurm_task_near_its_time_limit_goes_on_in_another(tmp_path, slurm, start):
     suite, folder = make_suite(tmp_path, "Gate-v0", seeds=2), tmp_path / "out"
     first = start(suite, folder, "--backend", "slurm")
@@ -579,6 +599,36 @@ def test_a_disk_that_is_full_for_a_while_costs_no_core(tmp_path, monkeypatch):
     assert engine.room() == 1
 
 
+def test_a_start_that_fails_halfway_costs_no_core(tmp_path, monkeypatch):
+    """What had begun is watched, the rest is started when that can be."""
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "logs" / "b.log").mkdir(parents=True)
+    monkeypatch.setattr(engines, "usable_cores", lambda: [0, 1])
+    engine = engines.Local(tmp_path, {}, Namespace(workers=2, cpus_per_run=1, gpus_per_run=0))
+    monkeypatch.setattr(engine, "command", lambda *_: ["sleep", "1"])
+    watched = sweep.Sweep(tmp_path, {"a": None, "b": None}, engine, 1)
+    with pytest.raises(IsADirectoryError):
+        watched.poll()
+    assert set(watched.given) == {"a"} and engine.room() == 1
+    (tmp_path / "logs" / "b.log").rmdir()
+    watched.poll()
+    assert set(watched.given) == set(engine.processes) == {"a", "b"} and engine.room() == 0
+    wait_for(lambda: not engine.running())
+    assert engine.room() == 2
+
+
+def test_slurm_takes_a_thousand_tasks_at_once_and_none_after_a_refusal(tmp_path, monkeypatch):
+    engine = engines.Slurm(tmp_path, {}, Namespace(time=None, gpus_per_run=0))
+    engine.arrays, engine.tasks = {"1": ["a"]}, set()
+    monkeypatch.setattr(engine, "preview", lambda names: "")
+    refusal = subprocess.CompletedProcess([], 1, "", "queue is full")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: refusal)
+    assert engine.room() == 1000
+    with pytest.raises(OSError, match="queue is full"):
+        engine.start(["b"])
+    assert engine.room() == 0
+
+
 def test_a_slurm_task_whose_worker_does_not_come_up_is_no_cancelled_one(tmp_path, slurm, start):
     """Its log says why."""
     suite, folder = make_suite(tmp_path, "Good-v0"), tmp_path / "out"
@@ -612,8 +662,8 @@ def test_ray_that_is_not_installed(tmp_path, start, monkeypatch):
 
 
 @pytest.mark.parametrize("gpus_per_run, workers, expected", [
-    (0, None, [[]] * 6), (0.25, 5, [["4"]] * 4 + [["5"]]), (0.25, None, [["4"]] * 4 + [["5"]] * 2),
-    (0.5, None, [["4"], ["4"], ["5"], ["5"]]), (0.3, None, [["4"]] * 3 + [["5"]] * 3), (0.6, None, [["4"], ["5"]]),
+    (0, None, [[]] * 6), (0.25, 5, [["4"], ["5"]] * 2 + [["4"]]), (0.25, None, [["4"], ["5"]] * 3),
+    (0.5, None, [["4"], ["5"]] * 2), (0.3, None, [["4"], ["5"]] * 3), (0.6, None, [["4"], ["5"]]),
     (1, None, [["4"], ["5"]]), (1, 1, [["4"]]), (2, None, [["4", "5"]]),
 ])
 def test_gpus_are_divided_among_local_runs(tmp_path, monkeypatch, gpus_per_run, workers, expected):

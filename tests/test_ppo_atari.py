@@ -601,11 +601,15 @@ def test_a_run_leaves_its_files_and_videos(whole):
     assert not (np.abs(training[0][:, 320:].astype(int) - (255, 160, 0)) < 60).all(2).any()
 
 
-def test_evaluate_plays_the_same_games(whole):
+def test_evaluate_plays_the_same_games(whole, tmp_path):
     output = run(whole[0].parent, "--evaluate", str(whole[0]))
     assert output.count("evaluation:") == 1
     line = next(line for line in output.splitlines() if line.startswith("evaluation:"))
     assert line in whole[1]
+    checkpoint = torch.load(whole[0] / "checkpoint.pt", weights_only=True)
+    (tmp_path / "other").mkdir()
+    torch.save(checkpoint | {"envs": None}, tmp_path / "other" / "checkpoint.pt")
+    assert line in run(tmp_path, "--evaluate", "other")  # it needs no game of the training
 
 
 @pytest.mark.parametrize("env_id, words", [

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -673,6 +674,15 @@ def test_oracle_update_equals_that_of_stable_baselines3(monkeypatch):
         ("clipfrac", 1, "clip_fraction"),
     ):
         assert metrics[name] * factor == pytest.approx(logged[f"train/{their_name}"], rel=1e-4, abs=1e-6)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_takes_the_name_of_the_last(monkeypatch, tmp_path):
+    done = []
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, lambda *args, name=name, real=getattr(os, name): (done.append(name), real(*args)))
+    ppo.save_checkpoint(tmp_path, {"weights": torch.ones(3)}, logs=())
+    assert done == ["fsync", "replace"]
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["weights"].sum() == 3
 
 
 def test_ratio_is_one_on_the_first_minibatch_of_every_update(run_script):

@@ -11,6 +11,7 @@ import sys
 import types
 from dataclasses import asdict
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -199,6 +200,9 @@ def test_variants_are_script_and_changed_flags():
     plain = make(seed=3, env_id="Acrobot-v1", num_threads=4, exp_name="mine", checkpoint_interval=7)
     assert variants_of(plain, make(baseline="none", norm_adv=False, data="/home/me/data.npz")) == [
         "vpg", "vpg --baseline none --no-norm-adv --data data.npz"]
+    planned = planned_args({"target_kl": None}, ["--target-kl", "1", "--clip-coef", "1e9"])
+    assert variants_of(make(target_kl=1.0, clip_coef=1e9), make(**planned), make()) == [
+        "vpg --target-kl 1 --clip-coef 1000000000"] * 2 + ["vpg"]
 
 
 def test_variants_name_the_steps_only_where_they_differ():
@@ -206,6 +210,10 @@ def test_variants_name_the_steps_only_where_they_differ():
     assert variants_of(make(total_timesteps=7), make(total_timesteps=8), make(baseline="none")) == [
         "vpg --total-timesteps 7", "vpg --total-timesteps 8", "vpg --baseline none"]
     assert variants_of(make(total_timesteps=7), make(total_timesteps=8, env_id="Acrobot-v1")) == ["vpg", "vpg"]
+    most = [make(total_timesteps=7), make(total_timesteps=8), make(total_timesteps=7)]
+    assert variants_of(*most) == ["vpg", "vpg --total-timesteps 8", "vpg"]
+    assert variants_of(make(total_timesteps=8), others=[make(total_timesteps=7), make(total_timesteps=8)]) == [
+        "vpg", "vpg --total-timesteps 7 (compared)", "vpg (compared)"]
 
 
 def test_variants_of_a_script_from_elsewhere_are_what_differs_between_its_runs():
@@ -241,6 +249,9 @@ def test_each_run_is_read_once_and_the_report_is_none(tmp_path, monkeypatch):
                   [tmp_path / "runs", tmp_path], [tmp_path, tmp_path / "runs"]):
         runs, troubles = read_runs(paths, tmp_path / "runs" / "report")
         assert [run.name for run in runs] == ["a"] and len(troubles) == (tmp_path in paths), paths  # report
+    (tmp_path / "runs" / "A-link").symlink_to("a")
+    for path in (tmp_path / "runs", tmp_path):
+        assert [run.name for run in read_runs([path], tmp_path / "runs" / "report")[0]] == ["a"]
 
 
 def test_score_is_of_the_last_100_episodes_of_a_finished_run(tmp_path):
@@ -344,6 +355,23 @@ def test_published_version_is_not_another_where_it_is_ours():
 def test_wall_time_is_read_in_its_unit():
     assert [report.unit_of(s) for s in (299, 300, 10799, 10800)] == [
         ("s", 1), ("minutes", 60), ("minutes", 60), ("hours", 3600)]
+
+
+def test_table_has_wall_times_in_their_unit_and_what_else_is_to_be_known(tmp_path, monkeypatch):
+    for seed in (1, 2):
+        folder = make_run(tmp_path / "sweep" / "runs" / f"run{seed}", seed=seed, returns=[1.0] * 1200)  # 600 s
+    config = json.loads((folder / "config.json").read_text()) | {"cores": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    make_run(tmp_path / "sweep" / "runs" / "run3", seed=3, returns=[1.0] * 7, evaluation=None, total_timesteps=1200000)
+    make_sweep(tmp_path / "sweep", {f"run{i}": ["--seed", str(i)] for i in (1, 2, 3)}, run1=("finished", ""),
+               run2=("finished", ""), run3=("waiting", ""))
+    run_report(monkeypatch, tmp_path / "sweep", "--out", tmp_path / "report")
+    text = (tmp_path / "report" / "report.md").read_text()
+    rows = {row[0]: row[1:] for row in table_after(text, "CartPole-v1")}
+    assert (rows["variant or source"][-1], rows["vpg"][-1]) == ("wall time, minutes", "10.0")
+    other = "Linux vm 6.1 x86_64, 64 cores, cpu: CartPole-v1, vpg: seed 2"
+    assert f"| different machines: compare no speeds | 1 | {other} |" in text
+    assert "| stopped, to be resumed | 1 | CartPole-v1, vpg: seed 3 (step 7,000 of 1,200,000) |" in text
 
 
 def test_mean_and_deviation_have_the_digits_of_the_larger():
@@ -481,6 +509,24 @@ def test_report_of_many_variants_compares_them_with_the_defaults(tmp_path, monke
     rows = read_csv(tmp_path / "out" / "figures" / "ablation_vpg_CartPole-v1.csv")
     assert [float(row["value"]) for row in rows] == [1, 2, 3, 4, 5, 6]
     assert not (tmp_path / "out" / "figures" / "ablation_vpg_all.csv").exists()
+
+
+def test_report_of_many_variants_sets_like_beside_like(tmp_path, monkeypatch):
+    """Of five variants and what they are compared with: defaults, a variant with its script's, and the same twice."""
+    for part in ("new", "old"):
+        for script, flags in (("vpg", {}), ("vpg", {"gamma": 0.5}), ("a2c", {}), ("a2c", {"gamma": 0.5}), ("ppo", {})):
+            for seed in (1, 2):
+                make_run(tmp_path / part / f"{script}{len(flags)}{seed}", script, seed, commit=part, **flags)
+    run_report(monkeypatch, tmp_path / "new", "--compare", tmp_path / "old")
+    rows = {row["name"] for row in read_csv(tmp_path / "report" / "figures" / "improvement.csv")}
+    names = {frozenset(name.split(" > ")) for name in rows}
+    plain = ["vpg", "a2c", "ppo", "vpg (old)", "a2c (old)", "ppo (old)"]
+    expected = {frozenset(pair) for pair in combinations(plain, 2)}
+    expected |= {frozenset((f"{x} --gamma 0.5", f"{x} --gamma 0.5 (old)")) for x in ("vpg", "a2c")}
+    expected |= {frozenset((f"{x} --gamma 0.5{y}", f"{x}{y}")) for x in ("vpg", "a2c") for y in ("", " (old)")}
+    assert names == expected and len(rows) == len(expected)
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "only scripts with their defaults are set beside each other" in text
 
 
 def test_report_says_why_there_is_no_ablation(tmp_path, monkeypatch):

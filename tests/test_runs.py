@@ -746,6 +746,12 @@ def test_full_disk_for_logs(tmp_path):
     assert_fails(result, 1, "checkpoint")
 
 
+def test_wandb_that_does_not_start_is_no_bad_input(tmp_path):
+    """A sweep tries such a run again."""
+    result = run(tmp_path, TOY_RUN + " --track", WANDB_MODE="nonsense")
+    assert result.returncode == 1 and "W&B doesn't start" in result.stderr and "Traceback" not in result.stderr
+
+
 def test_wandb_offline(tmp_path):
     """For real: a run of W&B's own in the run's folder, with our scalars; after a kill and --resume it goes on."""
     flags, env = f"{TOY_RUN} --track", {"WANDB_MODE": "offline"}

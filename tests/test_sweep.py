@@ -15,6 +15,7 @@ import torch
 from benchmark import sweep, worker
 from benchmark.suite import SuiteError, read_suite
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sweeps run on Linux")
 ROOT = Path(__file__).resolve().parent.parent
 
 # Counts its steps up to 6, a checkpoint after each. Crash-v0 crashes at step 3, Hang-v0 hangs there, both only when
@@ -59,6 +60,7 @@ if __name__ == "__main__":
     if args.resume:
         args = Args(**json.loads((run / "config.json").read_text())["args"])
     else:
+        args.num_threads = args.num_threads or 2  # as a script does that chooses them
         (run / "config.json").write_text(json.dumps({"args": asdict(args)}))
     first, stop = step, []
     def request_stop(*_):
