@@ -10,8 +10,9 @@ Steady state: from the end of the first iteration (rollout and update; of DDPG a
 no start-up, compilation or final evaluation. Whole process: everything from the process's start to its end, an
 evaluation of one episode too, and what it comes to for 1M steps. PlainRL's compiler cache is empty in the first round
 and filled in the others. Of another program, any command, the speed is the last that it prints: "SPS: 1234" or
-"1,234 steps/s". The arithmetic alone: floating-point operations of the update's matrix products and convolutions, at
-the rate that this machine reaches for a product of 1024 x 1024 matrices in the round.
+"1,234 steps/s". The arithmetic alone: floating-point operations of PyTorch's matrix products and convolutions, in the
+update and, where PyTorch is the policy, in the rollout, at the rate that this machine reaches for a product of
+1024 x 1024 matrices in the round.
 """
 
 import argparse
