@@ -23,19 +23,22 @@ def fixed_seeds():
 
 @pytest.fixture
 def run_script(monkeypatch, tmp_path):
-    """run_script(path, *flags): `python path *flags` in an empty folder; returns the module with its variables."""
+    """run_script(path, *flags, code=0): `python path *flags` in an empty folder, which must end with that exit code;
+    returns the module with its variables."""
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.chdir(tmp_path)
 
-    def run(path, *flags):
+    def run(path, *flags, code=0):
         module = types.ModuleType("__main__")
         module.__file__ = str(path)
         monkeypatch.setitem(sys.modules, "__main__", module)
         monkeypatch.setattr(sys, "argv", [str(path), *flags])
+        ended = 0
         try:
             exec(compile(Path(path).read_text(), path, "exec"), vars(module))
         except SystemExit as stop:
-            assert not stop.code
+            ended = stop.code or 0
+        assert ended == code
         return module
 
     yield run

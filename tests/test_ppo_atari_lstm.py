@@ -3,8 +3,11 @@ it shares with ppo_lstm.py (recurrent core, update) and ppo_atari.py (wrappers) 
 
 import json
 import math
+import os
+import signal
 
 import gymnasium as gym
+import imageio.v2 as imageio
 import numpy as np
 import pytest
 import torch
@@ -26,6 +29,7 @@ from test_ppo_lstm import (
 from torch import nn
 from torch.distributions import Categorical
 
+import ppo_atari
 import ppo_atari_lstm as ppo
 
 SHORT = {9: 1.0, 41: "life", 45: -1.0, 53: "life", 62: "cut"}
@@ -66,6 +70,8 @@ NAMES = ("NOOP", "UP", "DOWN")
 gym.register("LstmShortNoFrameskip-v4", Fake, kwargs=exact | {"script": SHORT, "actions": NAMES})
 gym.register("LstmLivesNoFrameskip-v4", Fake, kwargs=exact | {"script": LIVES, "actions": NAMES})
 gym.register("LstmResetEndNoFrameskip-v4", Fake, kwargs=exact | {"script": LIFE_AND_OVER, "actions": NAMES})
+gym.register("LstmNanNoFrameskip-v4", Fake, kwargs=exact | {
+    "script": {110: float("nan"), 150: "over"}, "actions": NAMES})  # of 64 frames a rollout, after 30 at most
 gym.register("LstmCueNoFrameskip-v4", Cue, kwargs=exact)
 
 
@@ -319,6 +325,52 @@ def test_a_game_that_does_not_come_back_starts_without_memory(run_script, capsys
     module = run_script(ppo.__file__, "--resume", str(run_dir))
     assert "environment 0 can't be brought back" in capsys.readouterr().out
     assert not module.memory[:, 0].any() and torch.equal(module.memory[:, 1], checkpoint["memory"][:, 1])
+
+
+BOTH = pytest.mark.parametrize("script, more", [(ppo_atari, ["--no-compile"]), (ppo, ["--hidden-size", "16"])],
+                               ids=["ppo_atari", "ppo_atari_lstm"])
+TINY = ["--num-envs", "2", "--num-steps", "16", "--num-minibatches", "2", "--update-epochs", "1", "--no-cuda",
+        "--eval-episodes", "1"]
+
+
+@BOTH
+def test_a_reward_that_is_nan_ends_the_run_and_leaves_the_last_good_checkpoint(run_script, capsys, script, more):
+    run_script(script.__file__, *TINY, *more, "--env-id", "LstmNanNoFrameskip-v4", "--total-timesteps", "96",
+               "--checkpoint-interval", "1", "--run-name", "run", code=1)
+    assert "error: iteration 2: the loss is not finite" in capsys.readouterr().err
+    checkpoint = torch.load("runs/run/checkpoint.pt", weights_only=True)
+    assert checkpoint["iteration"] == 1 and all(x.isfinite().all() for x in checkpoint["agent"].values())
+
+
+@BOTH
+def test_sigterm_saves_and_resume_comes_to_the_same_end(run_script, monkeypatch, capsys, script, more):
+    flags = [*TINY, *more, "--env-id", "ShortPongNoFrameskip-v4", "--total-timesteps", "192"]
+    whole = run_script(script.__file__, *flags, "--run-name", "whole").run_dir
+    steps, sign = [], np.sign
+
+    def stop(x):
+        steps.append(x)
+        if len(steps) == 40:  # in the third of six rollouts
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sign(x)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "sign", stop)
+        stopped = run_script(script.__file__, *flags, "--run-name", "stopped", code=143).run_dir
+    assert "stopped at step 96; go on with" in capsys.readouterr().out
+    run_script(script.__file__, "--resume", "runs/stopped")
+    assert outcome(stopped) == outcome(whole)
+
+
+@BOTH
+def test_a_run_leaves_its_weights_a_video_with_bars_and_its_number_of_threads(run_script, script, more):
+    run_dir = run_script(script.__file__, *TINY, *more, "--env-id", "LstmLivesNoFrameskip-v4", "--total-timesteps",
+                         "32", "--save-model", "--capture-video").run_dir
+    assert json.loads((run_dir / "config.json").read_text())["args"]["num_threads"] == 1  # what PyTorch has here
+    weights = torch.load(next(run_dir.glob("*.cleanrl_model")), weights_only=True)
+    assert weights.keys() == torch.load(run_dir / "checkpoint.pt", weights_only=True)["agent"].keys()
+    picture = imageio.mimread(run_dir / "videos" / "evaluation" / "episode-0.mp4")[0].astype(int)
+    assert ((np.abs(picture[:, 320:] - (255, 160, 0)) < 60).all(2).sum(1) > 20).any()
 
 
 @pytest.mark.parametrize("memory", [True, False])
