@@ -20,6 +20,6 @@ lint: .venv/installed
 
 .venv/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.version_info < (3, 10) and sys.exit("make needs Python 3.10 or newer: make PYTHON=python3.12")'
-	$(PYTHON) -m venv --clear .venv
+	$(RUN) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	$(RUN) -m pip install --quiet --requirement requirements.txt
 	touch $@

@@ -179,26 +179,26 @@ class Envs:
         return self.envs[i].ale.act(self.envs[i]._action_set[self.last_actions[i]])
 
     def skip(self, i, action):
-        """Plays an action for four frames, keeps the last two (A4). Returns the reward and what ended, or None."""
+        """Four frames of an action, the last two kept (A4). Returns the reward, "life" or None, end of game or None."""
         ale, reward = self.envs[i].ale, 0.0
         for frame in range(4):
             reward += self.act(i, action)
             if frame >= 2:
                 ale.getScreenRGB(self.screens[i, frame - 2])
-            if ale.game_over():
-                self.screens[i, : 2 * (frame < 3)] = ale.getScreenRGB()  # of fewer than four frames the last alone
+            if ale.game_over() and frame < 3:
+                self.screens[i] = ale.getScreenRGB()
                 break
         lost, self.lives[i] = "life" if 0 < ale.lives() < self.lives[i] else None, ale.lives()
         self.episode_returns[i] += reward  # of the whole game, no-ops and FIRE after a lost life too
-        ended_by = lost or ("truncation" if ale.game_truncated() else None)
-        return reward, "termination" if ale.game_over(with_truncation=False) else ended_by
+        over = "truncation" if ale.game_truncated() else None
+        return reward, lost, "termination" if ale.game_over(with_truncation=False) else over
 
     def skip_unseen(self, i, action):
         """skip() in a reset: its reward is not learned from, but a game that ends there counts. Returns what ended."""
-        ended_by = self.skip(i, action)[1]
-        if ended_by not in (None, "life") and self.episode_lengths[i]:
-            self.unseen.append((i, self.episode_returns[i].item(), self.episode_lengths[i].item(), ended_by))
-        return ended_by
+        _, lost, over = self.skip(i, action)
+        if over and self.episode_lengths[i]:
+            self.unseen.append((i, self.episode_returns[i].item(), self.episode_lengths[i].item(), over))
+        return over or lost
 
     def begin(self, i, ended_by):
         """Goes on with a no-op after a lost life (A3), or starts a game with 1 to 30 of them (A1)."""
@@ -230,7 +230,7 @@ class Envs:
         self.obs[i, 0] = cv2.resize(gray, (84, 84), interpolation=cv2.INTER_AREA)
 
     def step_env(self, i, action):
-        """Steps game i with an action; obs[i] is what follows. Returns the reward and what ended, see skip."""
+        """Steps game i with an action; obs[i] is what follows. Returns the reward and what ended, see step."""
         episode, n = self.episode_counts[i], self.episode_lengths[i]  # n steps are in no video if the run was resumed
         if i == 0 and self.video_dir and not self.video and episode % self.video_interval == 0:
             self.video_dir.mkdir(parents=True, exist_ok=True)
@@ -238,9 +238,9 @@ class Envs:
             self.video = imageio.get_writer(path, fps=15, macro_block_size=2)
         if i == 0 and self.video:
             self.video.append_data(draw(self.screens[i, 1], self.action_names, self.probabilities))
-        reward, ended_by = self.skip(i, action)
+        reward, lost, over = self.skip(i, action)
         self.see(i)
-        return reward, ended_by
+        return reward, over if over == "termination" else lost or over
 
     def step(self, actions):
         """Steps every game by actions, int (num_envs,). Returns the signs of the rewards (A7), float64 (num_envs,), and

@@ -49,6 +49,15 @@ def changed_flags(args, defaults):
     return shlex.join(words)
 
 
+def subfolders(folder):
+    """The folders in a folder, sorted; a link to one of them is none."""
+    real = {}
+    for path in sorted(folder.glob("*"), key=lambda path: (path.is_symlink(), path)):
+        if path.is_dir():
+            real.setdefault(path.resolve(), path)
+    return sorted(real.values())
+
+
 def read_episodes(run):
     """The rows of a run's episodes.csv, as dicts of strings."""
     text = (run / "episodes.csv").read_text() if (run / "episodes.csv").exists() else ""
@@ -126,8 +135,7 @@ def main():
     if missing := [str(path) for path in args.dirs if not path.is_dir()]:
         parser.error(f"no such folder: {', '.join(missing)}")
     for path in args.dirs:
-        runs = [path] if (path / "config.json").exists() else [run for run in path.iterdir() if run.is_dir()]
-        for run in sorted(runs):
+        for run in [path] if (path / "config.json").exists() else subfolders(path):
             if run.resolve() in seen:
                 continue
             seen.add(run.resolve())

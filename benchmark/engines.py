@@ -258,8 +258,8 @@ class Slurm:
             self.refused = time.time()  # a queue that is full, or a controller that is down
             raise OSError(said)
         self.arrays[done.stdout.strip().split(";")[0]] = names
-        write_json(self.folder / "slurm.json", self.arrays)
         self.tasks |= set(names)
+        write_json(self.folder / "slurm.json", self.arrays)
 
     def running(self):
         """Asks Slurm every 5 s; as long as it doesn't answer, what it said last holds."""

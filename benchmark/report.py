@@ -35,7 +35,7 @@ from benchmark.sweep import refuse
 
 GRID, WINDOW = 101, 0.05  # points of a curve; part of the axis over which a point of it is the mean
 FEW = 10  # seeds below which an interval is too narrow
-MANY = 4  # variants above which they are compared with the defaults alone
+MANY = 4  # variants above which not all pairs are compared
 CENTER_NAMES = {"iqm": "IQM", "mean": "mean"}
 
 def number(x, like=None):
@@ -276,15 +276,21 @@ class Report:
         return ("variant", "environments", f"{label} [interval]"), [cells(row) for row in rows]
 
     def add_improvement(self, scaled):
-        """The figure of all pairs of variants that have environments in common -> (header, rows) of a table."""
+        """The figure of pairs of variants that have environments in common, all or those that say most -> (header,
+        rows) of a table."""
         rows, label, bases = [], "probability that a run of the first is better", self.bases(scaled)
-        pairs = list(combinations(scaled, 2))
+        everything = pairs = list(combinations(scaled, 2))
         if len(scaled) > MANY and (bases or len(pairs) > 30):  # dozens of pairs would be no figure
-            kin = {run.variant: (f"{run.script}{run.mark}", run.variant.removesuffix(run.mark)) for run in self.runs}
-            pairs = [(y, x) if x == kin[y][0] else (x, y) for x, y in pairs if x in bases and y in bases
-                     or x == kin[y][0] or y == kin[x][0] or kin[x][1] == kin[y][1]]
+            base = {run.variant: f"{run.script}{run.mark}" for run in self.runs}
+            plain = {run.variant: run.variant.removesuffix(run.mark) for run in self.runs}
+            beside = {x: [base[x]] if base[x] in bases else bases for x in scaled}
+            beside |= {x: bases for x in bases}
+            pairs = [(y, x) if x in bases and y not in bases else (x, y) for x, y in pairs
+                     if x in beside[y] or y in beside[x] or plain[x] == plain[y]]
+        if len(pairs) < len(everything):
             self.add("p", "Of these variants only scripts with their defaults are set beside each other, and each "
-                          "other variant beside its script's defaults and what it is compared with.")
+                          "other variant beside its script's defaults (all defaults, where it has none) and what it "
+                          "is compared with.")
         for x, y in pairs:
             if common := [env_id for env_id in scaled[x] if env_id in scaled[y]]:
                 found = improvement([scaled[x][env_id] for env_id in common], [scaled[y][env_id] for env_id in common])

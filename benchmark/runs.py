@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmark.collect import ROOT, changed_flags, read_episodes, read_run, script_defaults
+from benchmark.collect import ROOT, changed_flags, read_episodes, read_run, script_defaults, subfolders
 from benchmark.sweep import ENDS
 from benchmark.worker import last_line, read_job, read_json
 
@@ -136,15 +136,6 @@ def read_sweep(folder):
     return runs, troubles
 
 
-def subfolders(folder):
-    """The folders in a folder, sorted; a link to one of them is none."""
-    real = {}
-    for path in sorted(folder.glob("*"), key=lambda path: (path.is_symlink(), path)):
-        if path.is_dir():
-            real.setdefault(path.resolve(), path)
-    return sorted(real.values())
-
-
 def read_runs(paths, out):
     """Folders of runs, of sweeps, or runs -> (runs, troubles), each run once; the folder out is none of them."""
     runs, troubles, seen, out = [], [], set(), out and out.resolve()
@@ -179,9 +170,9 @@ def without_paths(text):
 
 def name_variants(runs, others):
     """Gives each run its variant: script and the flags that differ from its defaults, or, for a script of somewhere
-    else, from one run to another; the steps where they aren't those of most runs of the variant; others, to be
-    compared, get a mark. What all variants of a script have in common is no part of their names -> {script: those
-    flags, on a command line}."""
+    else, from one run to another; the steps where they aren't those of most runs of the variant (of others where runs
+    has none), or where there is no most; others, to be compared, get a mark. What all variants of a script have in
+    common is no part of their names -> {script: those flags, on a command line}."""
     everything, shared = runs + others, {}
     for script in {run.script for run in everything}:
         same = [run for run in everything if run.script == script]

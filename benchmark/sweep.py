@@ -229,7 +229,8 @@ def parse_args():
     parser.add_argument("--backend", choices=list(ENGINES), default="local", help="where the runs run (default local)")
     parser.add_argument("--workers", type=int, help="runs at a time (default: as many as there is room for)")
     parser.add_argument("--cpus-per-run", type=int, default=1, help="cores of a run, and its threads (default 1)")
-    parser.add_argument("--gpus-per-run", type=float, default=0, help="GPUs of a run; 0.25: four share one (default 0)")
+    parser.add_argument("--gpus-per-run", type=float, default=0,
+                        help="GPUs of a run; 0.25: up to four share one (default 0)")
     parser.add_argument("--memory-per-run", help="docker, slurm, ray: a run's memory, such as 8G")
     parser.add_argument("--image", help="docker: the image (default plainrl)")
     parser.add_argument("--partition", help="slurm: the partition")

@@ -605,7 +605,7 @@ def test_a_start_that_fails_halfway_costs_no_core(tmp_path, monkeypatch):
     (tmp_path / "logs" / "b.log").mkdir(parents=True)
     monkeypatch.setattr(engines, "usable_cores", lambda: [0, 1])
     engine = engines.Local(tmp_path, {}, Namespace(workers=2, cpus_per_run=1, gpus_per_run=0))
-    monkeypatch.setattr(engine, "command", lambda *_: ["sleep", "1"])
+    monkeypatch.setattr(engine, "command", lambda *_: ["sleep", "60"])
     watched = sweep.Sweep(tmp_path, {"a": None, "b": None}, engine, 1)
     with pytest.raises(IsADirectoryError):
         watched.poll()
@@ -613,7 +613,7 @@ def test_a_start_that_fails_halfway_costs_no_core(tmp_path, monkeypatch):
     (tmp_path / "logs" / "b.log").rmdir()
     watched.poll()
     assert set(watched.given) == set(engine.processes) == {"a", "b"} and engine.room() == 0
-    wait_for(lambda: not engine.running())
+    engine.stop()
     assert engine.room() == 2
 
 

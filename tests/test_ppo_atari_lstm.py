@@ -4,6 +4,7 @@ it shares with ppo_lstm.py (recurrent core, update) and ppo_atari.py (wrappers) 
 import json
 import math
 import os
+import re
 import signal
 
 import gymnasium as gym
@@ -360,6 +361,11 @@ def test_sigterm_saves_and_resume_comes_to_the_same_end(run_script, monkeypatch,
     assert "stopped at step 96; go on with" in capsys.readouterr().out
     run_script(script.__file__, "--resume", "runs/stopped")
     assert outcome(stopped) == outcome(whole)
+    told = re.findall("evaluation: .*", capsys.readouterr().out)
+    checkpoint = torch.load(whole / "checkpoint.pt", weights_only=True)
+    torch.save(checkpoint | {"envs": None}, whole / "checkpoint.pt")
+    run_script(script.__file__, "--evaluate", "runs/whole")  # it needs no game of the training
+    assert told and re.findall("evaluation: .*", capsys.readouterr().out) == told
 
 
 @BOTH

@@ -527,6 +527,15 @@ def test_report_of_many_variants_sets_like_beside_like(tmp_path, monkeypatch):
     assert names == expected and len(rows) == len(expected)
     text = (tmp_path / "report" / "report.md").read_text()
     assert "only scripts with their defaults are set beside each other" in text
+    for i in range(4):  # variants of a script without defaults
+        for seed in (1, 2):
+            make_run(tmp_path / "mine" / f"{i}{seed}", "mine", seed, lr=i)
+    make_run(tmp_path / "mine" / "vpg")
+    make_run(tmp_path / "mine" / "a2c", "a2c")
+    run_report(monkeypatch, tmp_path / "mine", "--out", tmp_path / "second")
+    rows = read_csv(tmp_path / "second" / "figures" / "improvement.csv")
+    assert [row["name"] for row in rows if "mine" in row["name"]] == [
+        f"mine --lr {i} > {x}" for x in ("a2c", "vpg") for i in range(4)] and len(rows) == 9
 
 
 def test_report_says_why_there_is_no_ablation(tmp_path, monkeypatch):
