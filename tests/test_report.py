@@ -547,6 +547,7 @@ def test_report_says_why_there_is_no_ablation(tmp_path, monkeypatch):
 
 def test_report_statistics_of_variants(big):
     """Normalised over all runs of an environment, each pair of variants over the environments that both have."""
+    assert "set beside each other" not in big.markdown  # all pairs of four variants are
     for text in (big.page, big.markdown):
         assert "Acrobot-v1 -40.0 to -5.00, CartPole-v1 7.00 to 42.0" in text
         assert "Not all variants have finished runs in the same environments" in text
