@@ -100,9 +100,17 @@ def read_curves(run):
                    for event in (events.Scalars(tag) if tag in events.Tags()["scalars"] else ())]
 
 
+def check_output(parser, path):
+    """Makes the folder that path lies in and the file, or ends the program."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        open(path, "a").close()
+    except OSError as error:
+        parser.error(f"can't write {path} ({error.strerror}): give another file")
+
+
 def write_csv(path, rows):
-    """Writes rows, all with the keys of the first, and the folder that path lies in."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Writes rows, all with the keys of the first."""
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
@@ -147,6 +155,7 @@ def main():
     rows.sort(key=lambda row: (row["env_id"], row["script"], row["flags"], row["seed"]))
     for path, table_rows in ((args.out, rows), (args.curves, curves)):
         if path and table_rows:
+            check_output(parser, path)
             write_csv(path, table_rows)
     print(table(rows), "", f"git commits: {', '.join(sorted({row['git_commit'] for row in rows}))}", *damaged, sep="\n")
     sys.exit(not rows)

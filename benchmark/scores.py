@@ -47,7 +47,9 @@ def interval(samples, statistic):
         left, lead = list(drawn), drawn[0].shape[:-1]  # the last of lead are the resamples
         return statistic(*(left.pop(0) if sample.shape[-1] > 1 else np.broadcast_to(sample[..., None, :], (*lead, 1))
                            for sample in samples), axis=axis)
-    found = bootstrap(several, of_all, n_resamples=RESAMPLES, vectorized=True, method="percentile", axis=-1, rng=0)
+    batch = max(1, 20_000_000 // sum(sample.size for sample in several))  # of resamples at once: 160 MB a copy
+    found = bootstrap(several, of_all, n_resamples=RESAMPLES, batch=batch, vectorized=True, method="percentile",
+                      axis=-1, rng=0)
     return found.confidence_interval.low, found.confidence_interval.high
 
 

@@ -371,6 +371,10 @@ def parse_args():
         parser.error(f"the steady state needs --steps {least} or more, and one of --rounds")
     if not all(args.others) or not all(args.others.values()) or args.others.keys() & PROGRAMS.keys():
         parser.error(f"--other must be NAME=COMMAND, the name none of {', '.join(PROGRAMS)}")
+    if args.out:
+        from benchmark.collect import check_output
+
+        check_output(parser, args.out)
     return args
 
 

@@ -123,6 +123,15 @@ def test_collect_without_runs_fails(tmp_path):
     assert missing.returncode == 2 and "no such folder" in missing.stderr
 
 
+def test_an_output_file_that_cannot_be_written_is_one_sentence(tmp_path):
+    make_run(tmp_path / "runs" / "a", 1, [10.0], [100.0])
+    slow = subprocess.run([sys.executable, "-m", "benchmark.speed", "--out", tmp_path], cwd=ROOT, capture_output=True,
+                          text=True, timeout=60)  # at once, not after the measurement
+    for done in (run_collect(tmp_path / "runs", "--out", tmp_path), slow):
+        assert done.returncode == 2 and f"can't write {tmp_path} (Is a directory): give another" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_collect_imports_no_script_from_elsewhere():
     """The command of a stranger's config.json is no path to code that is run."""
     assert collect.script_defaults(["/tmp/json.py"]) == {}

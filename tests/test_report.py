@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 import types
 from dataclasses import asdict
 from html.parser import HTMLParser
@@ -139,6 +140,16 @@ def test_profile_is_the_share_of_runs_above_tau():
     value, low, high = scores.profile([np.array([0.0, 0.5, 1.0]), np.array([0.6, 0.2])], np.array([-1, 0.5, 0.55, 1]))
     assert value.tolist() == pytest.approx([1, 2 / 5, 2 / 5, 0])
     assert low[0] == high[0] == 1 and low[1] < 0.4 < high[1]
+
+
+def test_a_profile_of_all_of_atari_fits_into_memory():
+    tracemalloc.start()
+    runs = np.random.default_rng(0).normal(size=(57, 10))
+    value, low, high = scores.profile(list(runs), np.linspace(-1, 1, 101))
+    assert tracemalloc.get_traced_memory()[1] < 600e6  # all resamples at once take 1.8 GB
+    tracemalloc.stop()
+    deviation = np.sqrt(value * (1 - value) / 570)
+    np.testing.assert_allclose(high - low, 2 * 1.96 * deviation, rtol=0.15)  # the normal approximation
 
 
 def test_normalise():
