@@ -481,8 +481,8 @@ if __name__ == "__main__":
             noise[:] = checkpoint["noise"].numpy() * (envs.episode_lengths > 0)[:, None]  # 0 in a new episode
             for setter, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), checkpoint["random"]):
                 setter(state)
-        except Exception as error:  # any part may be missing or of another shape
-            fail(f"{run_dir}/checkpoint.pt is not whole ({' '.join(str(error).split())[:150]}): start a new run")
+        except Exception as error:  # a part is missing, or of another shape or version
+            fail(f"can't load {run_dir}: {' '.join(str(error).split())[:99]}; use config.json's versions or start anew")
     iteration, recent_returns = progress["iteration"], progress["recent_returns"]
     obs_stats, return_stats = envs.obs_stats if args.norm_obs else None, envs.return_stats if args.norm_reward else None
     stop_signals, terminal = [], sys.stderr.isatty()

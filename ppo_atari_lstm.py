@@ -490,8 +490,8 @@ if __name__ == "__main__":
             optimizer = {name: checkpoint["optimizer"][name].to(x.device) for name, x in optimizer.items()}
             for setter, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), checkpoint["random"]):
                 setter(state)
-        except Exception as error:  # any part may be missing or of another shape
-            fail(f"{run_dir}/checkpoint.pt is not whole ({' '.join(str(error).split())[:150]}): start a new run")
+        except Exception as error:  # a part is missing, or of another shape or version
+            fail(f"can't load {run_dir}: {' '.join(str(error).split())[:99]}; use config.json's versions or start anew")
     iteration, recent_returns = progress["iteration"], progress["recent_returns"]
     stop_signals, terminal = [], sys.stderr.isatty()
     signal.signal(signal.SIGINT, request_stop)

@@ -480,6 +480,16 @@ def test_a_game_that_does_not_come_back_is_reported_and_starts_afresh(capsys):
     assert other.obs.any()
 
 
+def test_a_checkpoint_of_another_version_of_the_emulator_names_the_way_out(run_script, capsys):
+    module = run_script(SCRIPT, *SMALL, "--env-id", "PongNoFrameskip-v4", "--total-timesteps", "32")
+    path = module.run_dir / "checkpoint.pt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["envs"]["games"] = [game[:-20] for game in checkpoint["envs"]["games"]]  # as ale-py 0.11 to 0.12
+    torch.save(checkpoint, path)
+    run_script(SCRIPT, "--resume", str(module.run_dir), code=2)
+    assert "use config.json's versions or start anew" in capsys.readouterr().err
+
+
 def test_the_frame_limit_is_a_truncation_with_its_final_observation():
     envs = ppo.Envs("CutNoFrameskip-v4", 1, 1)
     *_, terminations, truncations, episodes = ppo.rollout(ppo.Agent(2), envs, 40)
