@@ -438,6 +438,8 @@ def test_a_run_bootstraps_truncations_and_cuts_at_lost_lives(run_script, flag):
                 if module.terminations[t, i] or module.truncations[t, i]:
                     break
             assert module.advantages[step, i] == pytest.approx(expected, abs=2e-5)
+    for name, x in (("advantages", module.advantages), ("returns", module.advantages + module.values)):
+        np.testing.assert_allclose(module.batch[name].view(32, 2), x, atol=1e-6)
 
 
 def test_learning_rate_and_clip_range_fall_to_an_nth(run_script):

@@ -1,5 +1,5 @@
 """ppo_atari_lstm.py: one frame, its network, and a memory that ends with a life, on scripted games (see FakeALE). What
-it shares with ppo_lstm.py (recurrent core, update) and ppo_atari.py (wrappers) is tested there."""
+it shares with ppo_lstm.py (recurrent core, update) is tested there, its wrappers play as those of ppo_atari.py."""
 
 import json
 import math
@@ -153,6 +153,23 @@ def test_the_layers_after_the_first_are_those_of_the_paper():
     agent.heads(obs, torch.zeros(2, 3, 6))
     torch.testing.assert_close(seen[0], features(agent, obs), rtol=1e-4, atol=1e-5)
     assert (seen[0] > 0).float().mean() > 0.2
+
+
+@pytest.mark.parametrize("env_id, kinds", [
+    ("ALE/Breakout-v5", {"life", "termination"}), ("SpaceInvadersNoFrameskip-v4", {"life"})])
+def test_frames_rewards_and_ends_are_those_of_ppo_atari(env_id, kinds):
+    """Which equal Stable-Baselines3's; with FIRE, sticky actions, sprites in every other frame, lost lives and ends."""
+    ours, stacked, random, seen = ppo.Envs(env_id, 2, 7), ppo_atari.Envs(env_id, 2, 7), np.random.default_rng(0), set()
+    for _ in range(500):
+        np.testing.assert_array_equal(ours.obs[:, 0], stacked.obs[:, 3])
+        actions = random.integers(len(ours.action_names), size=2)
+        (rewards, ended), (expected, others) = ours.step(actions), stacked.step(actions)
+        np.testing.assert_array_equal(rewards, expected)
+        assert [x[:4] for x in ended] == [x[:4] for x in others]
+        for (*_, obs), (*_, last_four) in zip(ended, others):
+            np.testing.assert_array_equal(obs[0], last_four[3])
+        seen |= {x[3] for x in ended}
+    assert seen == kinds
 
 
 @pytest.mark.parametrize("cell, memory", CELL_AND_MEMORY)
@@ -377,6 +394,29 @@ def test_a_run_leaves_its_weights_a_video_with_bars_and_its_number_of_threads(ru
     assert weights.keys() == torch.load(run_dir / "checkpoint.pt", weights_only=True)["agent"].keys()
     picture = imageio.mimread(run_dir / "videos" / "evaluation" / "episode-0.mp4")[0].astype(int)
     assert ((np.abs(picture[:, 320:] - (255, 160, 0)) < 60).all(2).sum(1) > 20).any()
+
+
+@pytest.mark.parametrize("script", [ppo_atari, ppo], ids=lambda script: script.__name__)
+def test_the_bars_of_the_evaluation_are_the_policys_probabilities(script, monkeypatch):
+    agent = script.Agent(3, script.Args(hidden_size=6)) if script is ppo else script.Agent(3)
+    agent.actor.weight.data = torch.randn_like(agent.actor.weight)
+    heads, step, seen = agent.heads, script.Envs.step, []
+
+    def record(*inputs):
+        outputs = heads(*inputs)
+        seen.append(outputs[0].flatten().softmax(0).numpy())
+        return outputs
+
+    def compare(envs, actions):
+        np.testing.assert_allclose(envs.probabilities, seen[-1], rtol=1e-4, atol=1e-6)
+        assert actions.tolist() == [seen[-1].argmax()]
+        return step(envs, actions)
+
+    agent.heads = record
+    monkeypatch.setattr(script.Envs, "step", compare)
+    script.evaluate(agent, script.Args(env_id="LivesNoFrameskip-v4", eval_episodes=1,
+                                       **({"hidden_size": 6} if script is ppo else {})))
+    assert len(seen) > 5 and np.ptp(seen[-1]) > 0.05
 
 
 @pytest.mark.parametrize("memory", [True, False])

@@ -180,6 +180,20 @@ def test_outputs_and_gradients_equal_those_of_a_loop_over_steps(cell, memory):
 
 
 @pytest.mark.parametrize("script", [ppo, ppo_atari_lstm], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("memory, lengths", [(True, [3, 3, 3]), (False, [1])])
+def test_training_calls_the_core_once_for_each_stretch_in_which_no_episode_ends(script, memory, lengths):
+    args, called = script.Args(hidden_size=6, memory=memory), []
+    agent = script.Agent(3, [4], args) if script is ppo else script.Agent(4, args)
+    agent.cell.register_forward_pre_hook(lambda _, inputs: called.append(len(inputs[0])))
+    dones = torch.zeros(9, 2, dtype=torch.bool)
+    dones[2, 0] = dones[5, 1] = dones[8, 0] = True
+    obs = torch.zeros(9, 2, 7) if script is ppo else torch.zeros(9, 2, 1, 84, 84, dtype=torch.uint8)
+    agent({"obs": obs, "actions": torch.zeros(9, 2, 1, dtype=int)[(...,) if script is ppo else (..., 0)],
+           "dones": dones, "memory": torch.zeros(2, 2, 6)})
+    assert called == lengths
+
+
+@pytest.mark.parametrize("script", [ppo, ppo_atari_lstm], ids=lambda script: script.__name__)
 def test_the_cores_weights_stay_in_the_flat_tensor(script, monkeypatch):
     """cuDNN's flattening, which a CPU doesn't do, would move them out at the first step after an update."""
     args = script.Args(hidden_size=6)
@@ -632,6 +646,13 @@ def test_a_checkpoint_without_its_memory_is_refused(run_script, capsys, change, 
         run_script(ppo.__file__, "--resume", str(run_dir))
     said = capsys.readouterr().err
     assert f"can't load {run_dir}: " in said and reason in said
+
+
+def test_video(run_script):
+    run = run_script(ppo.__file__, *RUN, "--total-timesteps", "160", "--env-id", "CartPole-v1", "--capture-video")
+    folder = run.run_dir / "videos"
+    assert (folder / "episode-0.mp4").stat().st_size > 1000
+    assert (folder / "evaluation" / "episode-0.mp4").stat().st_size > 1000
 
 
 def test_episodes_are_written_and_rates_fall_to_an_nth(run_script):

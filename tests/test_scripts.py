@@ -4,6 +4,7 @@ import ast
 import re
 import shutil
 import subprocess
+from collections import Counter
 from itertools import combinations
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(ROOT.glob("*.py"))
 # Definitions that differ between scripts, and flags that differ in default or help text: how many texts there are of
-# each, and the reason
+# each, and the reason; statements of the main block go by their first line
 DIFFERENT = {
     "METRICS": (3, "what is learned"),
     "RunArgs.checkpoint_interval": (3, "short iterations; steps where there are no iterations"),
@@ -49,12 +50,24 @@ DIFFERENT = {
     "AlgorithmArgs.norm_adv": (3, "default and help text: no minibatches"),
     "AlgorithmArgs.ent_coef": (2, "default"),
     "AlgorithmArgs.max_grad_norm": (2, "type, default and help text: two gradients, not clipped as a rule"),
+    'progress = {"iteration": 0, "wall_seconds": 0.0, "recent_returns": [], "wandb_id": None, "log_sizes": {},': (
+        2, "steps are no multiple of iterations; adapted coefficients"),
+    "if checkpoint:": (4, "statistics, a memory, a replay buffer"),
+    "if args.evaluate:": (3, "statistics to bring"),
+    "if stop or iteration % args.checkpoint_interval == 0:": (3, "adapted coefficients or a memory in the checkpoint"),
+    "with torch.no_grad():  # the weights were frozen, so one pass serves the whole rollout": (
+        3, "what the algorithm needs of the networks"),
+    "if stop_signals:": (3, "statistics to bring to the evaluation"),
 }
+# How many statements of its main block are also in five other scripts or more
+COMMON = {"a2c": 50, "ddpg_continuous_action": 28, "ppo": 48, "ppo_atari": 49, "ppo_atari_lstm": 49,
+          "ppo_continuous_action": 49, "ppo_lstm": 50, "vpg": 37}
 
 
 def definitions(text):
-    """Qualified name -> source of every function, class, method, flag and constant of a script, but for the main block;
-    of a class that is its head (decorators, bases, docstring), of a flag its line with the help text."""
+    """Qualified name -> source of every function, class, method, flag and constant of a script; of a class that is its
+    head (decorators, bases, docstring), of a flag its line with the help text. And first line -> source of every
+    statement of the main block and of its loop."""
     lines, found = text.splitlines(), {}
 
     def add(node, prefix):
@@ -69,6 +82,10 @@ def definitions(text):
     for node in ast.parse(text).body:
         if isinstance(node, KINDS):
             add(node, "")
+        elif isinstance(node, ast.If):
+            for n in [n for m in node.body for n in (m.body if isinstance(m, ast.While) else [m])]:
+                source = "\n".join(lines[n.lineno - 1 : n.end_lineno])
+                found[source.partition("\n")[0].strip()] = source
     return found
 
 
@@ -97,6 +114,14 @@ def test_no_more_texts_than_the_list_says(name):
     """Two of three scripts that share a text must not drift apart because the third one's differs."""
     texts = [definitions(path.read_text()) for path in SCRIPTS]
     assert len({text[name] for text in texts if name in text}) == DIFFERENT[name][0] > 1
+
+
+def test_no_script_has_lost_a_statement_that_most_have():
+    """So that one script's tests of what the main blocks have in common serve for all."""
+    mains = {path.stem: {name for name in definitions(path.read_text()) if not name.replace(".", "").isidentifier()}
+             for path in SCRIPTS}
+    numbers = Counter(name for names in mains.values() for name in names)
+    assert {script: sum(numbers[name] > 5 for name in names) for script, names in mains.items()} == COMMON
 
 
 @pytest.mark.parametrize("name", ["save_checkpoint", "RunArgs.seed", "Args.__post_init__", "METRICS", "fail"])
