@@ -3,7 +3,7 @@
 Asynchronous Methods for Deep Reinforcement Learning, Mnih et al. 2016, https://arxiv.org/abs/1602.01783, with all
 environments in step and the constants of openai/baselines a2c, but for half its value loss and PyTorch's RMSprop. As
 ppo.py, but a rollout serves for one step of the optimizer and is then thrown away. --gae-lambda 1 gives n-step returns,
-0 one-step returns. A time limit is no termination.
+0 one-step returns. A time limit is no termination. To diff against vpg.py or ppo.py.
 
     python a2c.py --env-id CartPole-v1 --total-timesteps 500000
 """

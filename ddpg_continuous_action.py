@@ -287,10 +287,10 @@ class Replay:
             fail(f"{path}, the replay buffer, is missing or not whole: start a new run")
         try:
             with open(path, "r+b" if count else "wb") as file:
-                if not count and hasattr(os, "posix_fallocate"):  # takes the space now; macOS can't
-                    os.posix_fallocate(file.fileno(), 0, num_bytes)
-                file.truncate(num_bytes)
+                allocate = getattr(os, "posix_fallocate", lambda file, _, size: os.truncate(file, size))
+                allocate(file.fileno(), 0, num_bytes)  # takes the space now; macOS can't
         except OSError as error:
+            count or path.unlink(missing_ok=True)  # else it keeps what space there was
             fail(f"no {num_bytes / 1e9:.1f} GB for {path} ({error.strerror}): free disk space, or lower --buffer-size")
         self.file = np.memmap(path, np.float32, mode="r+", shape=shape)
         self.rows, self.size, self.count, self.obs_dim = np.asarray(self.file), size, count, obs_dim

@@ -2,7 +2,7 @@
 
 Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of
 openai/baselines ppo2: G1 to G11, A1 to A10, X1, X3 mark them as "The 37 Implementation Details of PPO" counts. Unlike
-there, a time limit is no termination, the last observation's value counts (--no-bootstrap-truncated: as there).
+there, a time limit is no termination (--no-bootstrap-truncated: as there). To diff against ppo_continuous_action.py.
 
     python ppo_atari.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 10000000
 """

@@ -3,7 +3,7 @@
 Policy Gradient Methods for Reinforcement Learning with Function Approximation, Sutton et al. 1999, and Simple
 Statistical Gradient-Following Algorithms, Williams 1992: whole episodes, each action weighted with the reward to go,
 less a learned baseline (--baseline none: without). An iteration is an episode in each environment and one step of Adam;
-an update so rare gains nothing from compilation.
+an update so rare gains nothing from compilation. To diff against a2c.py.
 
     python vpg.py --env-id CartPole-v1 --total-timesteps 500000
 """

@@ -1,7 +1,9 @@
 """ddpg_continuous_action.py: its update against plain code and Stable-Baselines3's, and what a run stores and draws."""
 
 import copy
+import errno
 import json
+import os
 from pathlib import Path
 
 import gymnasium as gym
@@ -401,6 +403,49 @@ def test_replay_goes_on_from_its_file(tmp_path):
     replay.add(np.array([34.0]), np.array([34.5]))  # one more than there are spare rows for
     np.random.seed(3)
     assert not torch.equal(ddpg.Replay(tmp_path / "replay.bin", 7, 4, 0, 0, count=30).sample(50, None, None), drawn)
+
+
+@pytest.mark.parametrize("count", [0, 30])
+def test_a_buffer_that_finds_no_room_keeps_none(tmp_path, monkeypatch, capsys, count):
+    """But a resumed run's is left as it is."""
+    path = tmp_path / "replay.bin"
+    replay_of(path, 7, 4, 30)
+    before = path.read_bytes()
+
+    def fill(file, _, size):
+        if not count:
+            os.write(file, bytes(size // 2))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fill)
+    with pytest.raises(SystemExit, match="2"):
+        ddpg.Replay(path, 7, 4, 0, 0, count)
+    assert "No space left on device): free disk space, or lower --buffer-size" in capsys.readouterr().err
+    assert path.read_bytes() == before if count else not path.exists()
+
+
+def test_each_checkpoint_comes_after_the_buffer_is_on_disk(run_script, monkeypatch):
+    events, replace = [], os.replace
+    monkeypatch.setattr(np.memmap, "flush", lambda file: events.append("buffer"))
+    monkeypatch.setattr(os, "replace", lambda one, other: [events.append(Path(other).name), replace(one, other)])
+    run_script(SCRIPT, *QUICK, "--env-id", "Pendulum-v1", "--total-timesteps", "40", "--learning-starts",
+               "20", "--checkpoint-interval", "20")
+    assert events[:6] == ["buffer", "checkpoint.pt"] * 3
+
+
+def test_all_cores_are_taken_and_a_resumed_run_takes_as_many(run_script):
+    """What PyTorch takes by itself is all cores."""
+    threads, flags = torch.get_num_threads(), [*QUICK[:1], *QUICK[3:], "--learning-starts", "20"]
+    try:
+        torch.set_num_threads(2)
+        run = run_script(SCRIPT, *flags, "--env-id", "Pendulum-v1", "--total-timesteps", "40")
+        assert torch.get_num_threads() == run.args.num_threads == 2
+        (run.run_dir / "evaluation.json").unlink()
+        torch.set_num_threads(1)
+        run_script(SCRIPT, "--resume", str(run.run_dir))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_normalisation_is_that_of_vec_normalize(run_script, made, tmp_path):

@@ -417,7 +417,7 @@ def test_checkpoint_of_ppo(run, succeed, tmp_path, flag):
 @pytest.mark.parametrize("part", ["learners", "noise", "random", "envs"])
 def test_damaged_checkpoint(stopped, run, tmp_path, part):
     test_runs.edit_checkpoint(stopped, without=part)
-    assert_refused(run(tmp_path, f"--resume {RUN}"), "checkpoint.pt", "not whole", part)
+    assert_refused(run(tmp_path, f"--resume {RUN}"), "can't load", str(RUN), "config.json", part)
 
 
 def is_finite(x):

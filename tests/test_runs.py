@@ -612,7 +612,7 @@ def flip_byte(data, i):
     return data[:i] + bytes([data[i] ^ 255]) + data[i + 1 :]
 
 
-NO_RUN = "checkpoint.pt"  # the words of most sentences on a checkpoint that is none
+NO_RUN = str(RUN)  # the words of most sentences on a checkpoint that is none
 DAMAGES = {
     "missing": (lambda run_dir: (run_dir / "checkpoint.pt").unlink(), NO_RUN),
     "folder": (lambda run_dir: [(run_dir / "checkpoint.pt").unlink(), (run_dir / "checkpoint.pt").mkdir()], NO_RUN),

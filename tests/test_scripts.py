@@ -138,6 +138,14 @@ def test_one_character_less_is_a_difference(name):
         assert changed.get(name) != source
 
 
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_docstring_names_a_neighbour_and_a_command(path):
+    words = ast.get_docstring(ast.parse(path.read_text()))
+    neighbours = re.search(r"To diff against (\S+?\.py)(?: or (\S+?\.py))?\.\n", words).groups()
+    assert all(name is None or (ROOT / name).is_file() and name != path.name for name in neighbours)
+    assert f"\n    python {path.name} " in words and re.search(r"https://|\d{4}", words)
+
+
 def test_readme_has_the_lines_of_the_scripts():
     rows = dict(re.findall(r"\| \[`(\w+\.py)`\]\(\1\) \| (\d+) \|", (ROOT / "README.md").read_text()))
     assert rows == {path.name: str(len(path.read_text().splitlines())) for path in SCRIPTS}
