@@ -290,7 +290,7 @@ class Replay:
                 allocate = getattr(os, "posix_fallocate", lambda file, _, size: os.truncate(file, size))
                 allocate(file.fileno(), 0, num_bytes)  # takes the space now; macOS can't
         except OSError as error:
-            count or path.unlink(missing_ok=True)  # else it keeps what space there was
+            count or error.filename or path.unlink()  # without a filename it was opened: it keeps what room there was
             fail(f"no {num_bytes / 1e9:.1f} GB for {path} ({error.strerror}): free disk space, or lower --buffer-size")
         self.file = np.memmap(path, np.float32, mode="r+", shape=shape)
         self.rows, self.size, self.count, self.obs_dim = np.asarray(self.file), size, count, obs_dim

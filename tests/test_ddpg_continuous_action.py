@@ -424,6 +424,12 @@ def test_a_buffer_that_finds_no_room_keeps_none(tmp_path, monkeypatch, capsys, c
     assert path.read_bytes() == before if count else not path.exists()
 
 
+def test_a_buffer_that_cannot_be_opened_is_one_sentence(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        ddpg.Replay(tmp_path, 7, 4, 0, 0)
+    assert "(Is a directory): free disk space" in capsys.readouterr().err and tmp_path.is_dir()
+
+
 def test_each_checkpoint_comes_after_the_buffer_is_on_disk(run_script, monkeypatch):
     events, replace = [], os.replace
     monkeypatch.setattr(np.memmap, "flush", lambda file: events.append("buffer"))
