@@ -103,8 +103,7 @@ def parse_args():
     """Returns the flags and, for --resume and --evaluate, the run's checkpoint, whose flags they then are."""
     args, checkpoint = read_flags(Args()), None
     if run := args.resume or args.evaluate:
-        checkpoint = load_checkpoint(Path(run))
-        own = checkpoint["args"]
+        own = (checkpoint := load_checkpoint(Path(run)))["args"]
         args = read_flags(replace(own, resume=args.resume, evaluate=args.evaluate))
         free = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval", "checkpoint_interval")
         if changed := [f"{k} = {v}" for k, v in asdict(own).items() if v != getattr(args, k) and k not in free]:
@@ -274,9 +273,8 @@ class Agent(nn.Module):
 def numpy_policy(actor_mean):
     """actor_mean, with a copy of its weights, as a function of arrays (n, obs_dim) -> (n, action_dim): during a rollout
     weights are frozen, and on a few observations numpy takes 10 us where PyTorch takes 45."""
-    def linear(weight, bias):
-        return lambda x: x.dot(weight) + bias[None]  # three times as fast as x @ weight + bias
-    twins = {nn.Linear: linear, nn.Tanh: lambda: np.tanh}  # another kind of layer in actor_mean needs its twin here
+    # Another kind of layer in actor_mean needs its twin here; dot is three times as fast as x @ weight + bias
+    twins = {nn.Linear: lambda weight, bias: lambda x: x.dot(weight) + bias[None], nn.Tanh: lambda: np.tanh}
     weights = [[p.detach().cpu().numpy().T.copy() for p in layer.parameters()] for layer in actor_mean]
     layers = [twins[type(layer)](*parameters) for layer, parameters in zip(actor_mean, weights)]
     def policy(x):
@@ -337,11 +335,14 @@ def a2c_loss(params, agent, batch, args):
 
 def a2c_update(params, optimizer, agent, batch, lr, args):
     """A step of the optimizer, in place, on a rollout; returns METRICS. params and the optimizer's state are flat."""
-    grads, metrics = torch.func.grad(a2c_loss, has_aux=True)(params, agent, batch, args)
+    leaf = params.detach().requires_grad_()
+    loss, metrics = a2c_loss(leaf, agent, batch, args)
+    grads = torch.autograd.grad(loss, leaf)[0]
     grads = grads * torch.clamp(args.max_grad_norm / (grads.norm() + 1e-6), max=1.0)
     if args.optimizer == "adam":
         adam([params], [grads], [optimizer["exp_avg"]], [optimizer["exp_avg_sq"]], [], [optimizer["step"]], lr=lr,
-             eps=1e-5, beta1=0.9, beta2=0.999, weight_decay=0.0, amsgrad=False, maximize=False, foreach=False)
+             eps=1e-5, beta1=0.9, beta2=0.999, weight_decay=0.0, amsgrad=False, maximize=False,
+             fused=not torch.compiler.is_compiling())
     else:  # as torch.optim.RMSprop
         optimizer["exp_avg_sq"].mul_(0.99).addcmul_(grads, grads, value=0.01)
         params.sub_(lr * grads / (optimizer["exp_avg_sq"].sqrt() + 1e-5))
@@ -355,7 +356,8 @@ def compile_or_not(function, args, device):
     if args.compile:
         try:
             torch.compile(torch.sin, options=options)(torch.ones(1, device=device))
-            return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+            torch._dynamo.config.trace_autograd_ops = True  # else it doesn't take torch.autograd.grad
+            return torch.compile(function, fullgraph=True, dynamic=False, options=options)  # new floats compile anew
         except Exception as error:  # a compiler, its headers, its cache folder: whatever is missing is in the message
             print(f"running without compilation, slower: {str(error).strip().splitlines()[0][:200]}")
     return function
@@ -430,7 +432,7 @@ if __name__ == "__main__":
     agent = Agent(envs.obs_dim, envs.nvec).to(device)
     params = nn.utils.parameters_to_vector(agent.parameters()).detach()
     nn.utils.vector_to_parameters(params, agent.parameters())  # from here on they are views of one flat tensor
-    optimizer = {"exp_avg": torch.zeros_like(params), "exp_avg_sq": torch.zeros_like(params), "step": torch.tensor(0.0)}
+    optimizer = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")} | {"step": params.new_zeros(())}
     progress = {"iteration": 0, "wall_seconds": 0.0, "recent_returns": [], "wandb_id": None, "log_sizes": {}}
     if checkpoint:
         try:
@@ -442,8 +444,7 @@ if __name__ == "__main__":
                 setter(state)
         except Exception as error:  # a part is missing, or of another shape or version
             fail(f"can't load {run_dir}: {' '.join(str(error).split())[:99]}; use config.json's versions or start anew")
-    iteration, recent_returns = progress["iteration"], progress["recent_returns"]
-    stop_signals, terminal = [], sys.stderr.isatty()
+    iteration, recent_returns, stop_signals = progress["iteration"], progress["recent_returns"], []
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
     if args.evaluate:
@@ -478,7 +479,7 @@ if __name__ == "__main__":
         except Exception as error:  # network, server
             fail(f"--track: W&B doesn't start ({error}): try again, or set WANDB_MODE=offline and sync later", code=1)
     writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
-    start_time, last_line = time.time() - progress["wall_seconds"], time.time()
+    start_time, last_line, terminal = time.time() - progress["wall_seconds"], time.time(), sys.stderr.isatty()
     bar = tqdm(total=args.num_iterations * args.batch_size, initial=iteration * args.batch_size, unit=" steps",
                dynamic_ncols=True, file=sys.stderr if terminal else open(os.devnull, "w"))
 
@@ -504,8 +505,7 @@ if __name__ == "__main__":
             values = agent.critic(batch["obs"][:, : envs.obs_dim]).squeeze(1).cpu().numpy().reshape(rewards.shape)
             final_values = agent.critic(final_obs[:, : envs.obs_dim]).squeeze(1).cpu().numpy()
         next_values = np.concatenate((values[1:], final_values[None, : args.num_envs]))
-        for (step, i, *_), value in zip(episodes, final_values[args.num_envs :]):
-            next_values[step, i] = value
+        next_values[[e[0] for e in episodes], [e[1] for e in episodes]] = final_values[args.num_envs :]
         dones = terminations | truncations
         ends = terminations if args.bootstrap_truncated else dones
         advantages = compute_advantages(rewards, values, next_values, ends, dones, args.gamma, args.gae_lambda)

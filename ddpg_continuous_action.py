@@ -109,8 +109,7 @@ def parse_args():
     """Returns the flags and, for --resume and --evaluate, the run's checkpoint, whose flags they then are."""
     args, checkpoint = read_flags(Args()), None
     if run := args.resume or args.evaluate:
-        checkpoint = load_checkpoint(Path(run))
-        own = checkpoint["args"]
+        own = (checkpoint := load_checkpoint(Path(run)))["args"]
         args = read_flags(replace(own, resume=args.resume, evaluate=args.evaluate))
         free = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval")
         if changed := [f"{k} = {v}" for k, v in asdict(own).items() if v != getattr(args, k) and k not in free]:
@@ -345,14 +344,17 @@ def call(module, params, *inputs):
     return torch.func.functional_call(module, views, inputs)
 
 
-def step_adam(learner, loss, lr, weight_decay, max_grad_norm):
-    """A step of Adam, in place. loss: a function of flat parameters (p,) that returns the scalar loss and some METRICS
-    (k,); learner: see ddpg_update. Returns the metrics and their numbers, ones, float32 (2, k)."""
-    grads, metrics = torch.func.grad(loss, has_aux=True)(learner["params"])
-    if max_grad_norm:
-        grads = grads * torch.clamp(max_grad_norm / (grads.norm() + 1e-6), max=1.0)
+def step_adam(learner, loss_of, lr, weight_decay, args):
+    """A step of Adam, in place. loss_of: a function of flat parameters (p,) that returns the scalar loss and some
+    METRICS (k,); learner: see ddpg_update. Returns the metrics and their numbers, ones, float32 (2, k)."""
+    leaf, lr = learner["params"].detach().requires_grad_(), lr or args.learning_rate
+    loss, metrics = loss_of(leaf)
+    grads = torch.autograd.grad(loss, leaf)[0]
+    if args.max_grad_norm:
+        grads = grads * torch.clamp(args.max_grad_norm / (grads.norm() + 1e-6), max=1.0)
     adam([learner["params"]], [grads], [learner["exp_avg"]], [learner["exp_avg_sq"]], [], [learner["step"]], lr=lr,
-         eps=1e-8, beta1=0.9, beta2=0.999, weight_decay=weight_decay, amsgrad=False, maximize=False, foreach=False)
+         eps=1e-8, beta1=0.9, beta2=0.999, weight_decay=weight_decay, amsgrad=False, maximize=False,
+         fused=not torch.compiler.is_compiling())
     return torch.stack((metrics, torch.ones_like(metrics))).detach()
 
 
@@ -372,11 +374,9 @@ def ddpg_update(learners, totals, agent, rows, with_actor, args):
         obs_and_actions = torch.cat((obs, call(agent.actor, params, obs)), 1)
         loss = -call(agent.critic, learners["critic"]["params"], obs_and_actions).mean()
         return loss, loss[None]
-    lr = args.critic_learning_rate or args.learning_rate
-    totals[:, :2] += step_adam(learners["critic"], critic_loss, lr, args.weight_decay, args.max_grad_norm)
+    totals[:, :2] += step_adam(learners["critic"], critic_loss, args.critic_learning_rate, args.weight_decay, args)
     if with_actor:
-        lr = args.actor_learning_rate or args.learning_rate
-        totals[:, 2:] += step_adam(learners["actor"], actor_loss, lr, 0.0, args.max_grad_norm)
+        totals[:, 2:] += step_adam(learners["actor"], actor_loss, args.actor_learning_rate, 0.0, args)
         for learner in learners.values():
             learner["target"].lerp_(learner["params"], args.tau)
 
@@ -388,7 +388,8 @@ def compile_or_not(function, args, device):
     if args.compile:
         try:
             torch.compile(torch.sin, options=options)(torch.ones(1, device=device))
-            return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+            torch._dynamo.config.trace_autograd_ops = True  # else it doesn't take torch.autograd.grad
+            return torch.compile(function, fullgraph=True, dynamic=False, options=options)  # new floats compile anew
         except Exception as error:  # a compiler, its headers, its cache folder: whatever is missing is in the message
             print(f"running without compilation, slower: {str(error).strip().splitlines()[0][:200]}")
     return function
@@ -467,7 +468,7 @@ if __name__ == "__main__":
     for name, net in agent.named_children():  # from here on its parameters are views of one flat tensor
         params = nn.utils.parameters_to_vector(net.parameters()).detach()
         nn.utils.vector_to_parameters(params, net.parameters())
-        learners[name] = {"params": params, "target": params.clone(), "step": torch.tensor(0.0),
+        learners[name] = {"params": params, "target": params.clone(), "step": params.new_zeros(()),
                           "exp_avg": torch.zeros_like(params), "exp_avg_sq": torch.zeros_like(params)}
     noise = np.zeros((args.num_envs, envs.action_dim))
     progress = {"iteration": 0, "wall_seconds": 0.0, "recent_returns": [], "wandb_id": None, "log_sizes": {}}
@@ -483,9 +484,8 @@ if __name__ == "__main__":
                 setter(state)
         except Exception as error:  # a part is missing, or of another shape or version
             fail(f"can't load {run_dir}: {' '.join(str(error).split())[:99]}; use config.json's versions or start anew")
-    iteration, recent_returns = progress["iteration"], progress["recent_returns"]
+    iteration, recent_returns, stop_signals = progress["iteration"], progress["recent_returns"], []
     obs_stats, return_stats = envs.obs_stats if args.norm_obs else None, envs.return_stats if args.norm_reward else None
-    stop_signals, terminal = [], sys.stderr.isatty()
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
     if args.evaluate:
@@ -522,7 +522,7 @@ if __name__ == "__main__":
         except Exception as error:  # network, server
             fail(f"--track: W&B doesn't start ({error}): try again, or set WANDB_MODE=offline and sync later", code=1)
     writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
-    start_time, last_line = time.time() - progress["wall_seconds"], time.time()
+    start_time, last_line, terminal = time.time() - progress["wall_seconds"], time.time(), sys.stderr.isatty()
     bar = tqdm(total=args.num_iterations * args.num_envs, initial=iteration * args.num_envs, unit=" steps",
                dynamic_ncols=True, file=sys.stderr if terminal else open(os.devnull, "w"))
     totals = torch.zeros(2, len(METRICS), device=device)  # sums, and how many

@@ -109,8 +109,7 @@ def parse_args():
     """Returns the flags and, for --resume and --evaluate, the run's checkpoint, whose flags they then are."""
     args, checkpoint = read_flags(Args()), None
     if run := args.resume or args.evaluate:
-        checkpoint = load_checkpoint(Path(run))
-        own = checkpoint["args"]
+        own = (checkpoint := load_checkpoint(Path(run)))["args"]
         args = read_flags(replace(own, resume=args.resume, evaluate=args.evaluate))
         free = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval", "checkpoint_interval")
         if changed := [f"{k} = {v}" for k, v in asdict(own).items() if v != getattr(args, k) and k not in free]:
@@ -282,9 +281,8 @@ class Agent(nn.Module):
 def numpy_policy(actor_mean):
     """actor_mean, with a copy of its weights, as a function of arrays (n, obs_dim) -> (n, action_dim): during a rollout
     weights are frozen, and on a few observations numpy takes 10 us where PyTorch takes 45."""
-    def linear(weight, bias):
-        return lambda x: x.dot(weight) + bias[None]  # three times as fast as x @ weight + bias
-    twins = {nn.Linear: linear, nn.Tanh: lambda: np.tanh}  # another kind of layer in actor_mean needs its twin here
+    # Another kind of layer in actor_mean needs its twin here; dot is three times as fast as x @ weight + bias
+    twins = {nn.Linear: lambda weight, bias: lambda x: x.dot(weight) + bias[None], nn.Tanh: lambda: np.tanh}
     weights = [[p.detach().cpu().numpy().T.copy() for p in layer.parameters()] for layer in actor_mean]
     layers = [twins[type(layer)](*parameters) for layer, parameters in zip(actor_mean, weights)]
     def policy(x):
@@ -334,8 +332,7 @@ def ppo_loss(params, agent, batch, coef, args):
     views = {name: view.view(p.shape) for (name, p), view in zip(agent.named_parameters(), views)}
     logprobs, entropy, values = torch.func.functional_call(agent, views, (batch["obs"], batch["actions"]))
     logratio = logprobs - batch["logprobs"]
-    ratio = logratio.exp()
-    advantages = batch["advantages"]
+    ratio, advantages = logratio.exp(), batch["advantages"]
     if args.norm_adv:  # G3
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     clip_coef = math.inf if args.kl_penalty else coef
@@ -354,15 +351,15 @@ def ppo_loss(params, agent, batch, coef, args):
 
 
 def update_minibatches(params, optimizer, agent, batch, indices, lr, clip_coef, args):
-    """A step of Adam, in place, for each row of indices (k, minibatch_size); returns the sum of their METRICS.
-    params and Adam's state are flat: clipping (G8) is one norm, Adam (G11) one kernel. Tensors never compile anew."""
-    total = torch.zeros(len(METRICS), device=params.device)
+    """A step of Adam (G11), in place, for each row of indices (k, minibatch_size); returns the sum of their METRICS."""
+    total, compiling = torch.zeros(len(METRICS), device=params.device), torch.compiler.is_compiling()
     for row in indices.unbind():
-        minibatch = {name: x[row] for name, x in batch.items()}
-        grads, metrics = torch.func.grad(ppo_loss, has_aux=True)(params, agent, minibatch, clip_coef, args)
-        grads = grads * torch.clamp(args.max_grad_norm / (grads.norm() + 1e-6), max=1.0)
+        minibatch, leaf = {name: x[row] for name, x in batch.items()}, params.detach().requires_grad_()
+        loss, metrics = ppo_loss(leaf, agent, minibatch, clip_coef, args)
+        grads = torch.autograd.grad(loss, leaf)[0]
+        grads = grads * torch.clamp(args.max_grad_norm / (grads.norm() + 1e-6), max=1.0)  # G8: of all that is flat
         adam([params], [grads], [optimizer["exp_avg"]], [optimizer["exp_avg_sq"]], [], [optimizer["step"]], lr=lr,
-             eps=1e-5, beta1=0.9, beta2=0.999, weight_decay=0.0, amsgrad=False, maximize=False, foreach=False)
+             eps=1e-5, beta1=0.9, beta2=0.999, weight_decay=0.0, amsgrad=False, maximize=False, fused=not compiling)
         total = total + metrics
     return total
 
@@ -371,7 +368,7 @@ def update(step_minibatches, params, optimizer, agent, batch, lr, clip_coef, arg
     """PPO's epochs over a batch, in place, by update_minibatches, compiled or not; returns the mean of METRICS."""
     epochs, rows = [], 2 - args.num_minibatches % 2  # of indices in one call: 2 run faster than 1, 4 compile too long
     for _ in range(args.update_epochs):
-        indices = torch.randperm(args.batch_size).view(args.num_minibatches, -1).to(params.device)  # G7
+        indices = torch.randperm(len(batch["obs"])).view(args.num_minibatches, -1).to(params.device)  # G7
         calls = [step_minibatches(params, optimizer, agent, batch, i, lr, clip_coef, args) for i in indices.split(rows)]
         epochs.append(torch.stack(calls).sum(0) / args.num_minibatches)
         if args.target_kl is not None and epochs[-1][METRICS.index("approx_kl")] > args.target_kl:  # X3
@@ -394,7 +391,8 @@ def compile_or_not(function, args, device):
     if args.compile:
         try:
             torch.compile(torch.sin, options=options)(torch.ones(1, device=device))
-            return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+            torch._dynamo.config.trace_autograd_ops = True  # else it doesn't take torch.autograd.grad
+            return torch.compile(function, fullgraph=True, dynamic=False, options=options)  # new floats compile anew
         except Exception as error:  # a compiler, its headers, its cache folder: whatever is missing is in the message
             print(f"running without compilation, slower: {str(error).strip().splitlines()[0][:200]}")
     return function
@@ -469,7 +467,7 @@ if __name__ == "__main__":
     agent = Agent(envs.obs_dim, envs.nvec).to(device)
     params = nn.utils.parameters_to_vector(agent.parameters()).detach()
     nn.utils.vector_to_parameters(params, agent.parameters())  # from here on they are views of one flat tensor
-    optimizer = {"exp_avg": torch.zeros_like(params), "exp_avg_sq": torch.zeros_like(params), "step": torch.tensor(0.0)}
+    optimizer = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")} | {"step": params.new_zeros(())}
     progress = {"iteration": 0, "wall_seconds": 0.0, "recent_returns": [], "wandb_id": None, "log_sizes": {},
                 "adapted": [1.0, args.learning_rate]}
     if checkpoint:
@@ -482,9 +480,8 @@ if __name__ == "__main__":
                 setter(state)
         except Exception as error:  # a part is missing, or of another shape or version
             fail(f"can't load {run_dir}: {' '.join(str(error).split())[:99]}; use config.json's versions or start anew")
-    iteration, recent_returns = progress["iteration"], progress["recent_returns"]
+    iteration, recent_returns, stop_signals = progress["iteration"], progress["recent_returns"], []
     kl_coef, adapted_lr = progress["adapted"]
-    stop_signals, terminal = [], sys.stderr.isatty()
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
     if args.evaluate:
@@ -519,7 +516,7 @@ if __name__ == "__main__":
         except Exception as error:  # network, server
             fail(f"--track: W&B doesn't start ({error}): try again, or set WANDB_MODE=offline and sync later", code=1)
     writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
-    start_time, last_line = time.time() - progress["wall_seconds"], time.time()
+    start_time, last_line, terminal = time.time() - progress["wall_seconds"], time.time(), sys.stderr.isatty()
     bar = tqdm(total=args.num_iterations * args.batch_size, initial=iteration * args.batch_size, unit=" steps",
                dynamic_ncols=True, file=sys.stderr if terminal else open(os.devnull, "w"))
 
@@ -549,8 +546,7 @@ if __name__ == "__main__":
             final_values = agent.critic(final_obs[:, : envs.obs_dim]).squeeze(1).cpu().numpy()
         values = batch["values"].cpu().numpy().reshape(rewards.shape)
         next_values = np.concatenate((values[1:], final_values[None, : args.num_envs]))
-        for (step, i, *_), value in zip(episodes, final_values[args.num_envs :]):
-            next_values[step, i] = value
+        next_values[[e[0] for e in episodes], [e[1] for e in episodes]] = final_values[args.num_envs :]
         dones = terminations | truncations
         ends = terminations if args.bootstrap_truncated else dones
         advantages = compute_advantages(rewards, values, next_values, ends, dones, args.gamma, args.gae_lambda)

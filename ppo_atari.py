@@ -33,6 +33,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+FRAMES = 4  # that the network sees (A6)
 
 
 @dataclass
@@ -108,8 +109,7 @@ def parse_args():
     """Returns the flags and, for --resume and --evaluate, the run's checkpoint, whose flags they then are."""
     args, checkpoint = read_flags(Args()), None
     if run := args.resume or args.evaluate:
-        checkpoint = load_checkpoint(Path(run))
-        own = checkpoint["args"]
+        own = (checkpoint := load_checkpoint(Path(run)))["args"]
         args = read_flags(replace(own, resume=args.resume, evaluate=args.evaluate))
         free = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval", "checkpoint_interval")
         if changed := [f"{k} = {v}" for k, v in asdict(own).items() if v != getattr(args, k) and k not in free]:
@@ -155,7 +155,7 @@ def draw(screen, names, probabilities):
 class Envs:
     """A vector of Atari games with openai/baselines' wrappers (common/atari_wrappers.py). A step that ends an episode,
     for the learner a lost life does too (A3), also resets it and gives the reset's observation (Gymnasium's SAME_STEP).
-    obs: uint8 (num_envs, 4, 84, 84), the present ones."""
+    obs: uint8 (num_envs, FRAMES, 84, 84), the present ones."""
     COUNTERS = ("obs", "screens", "lives", "last_actions", "episode_returns", "episode_lengths", "episode_counts")
 
     def __init__(self, env_id, num_envs, seed, video_dir=None, video_interval=1):
@@ -163,7 +163,7 @@ class Envs:
         self.action_names, self.probabilities, self.unseen = self.envs[0].get_action_meanings(), (), []
         self.video_dir, self.video_interval, self.video = video_dir, video_interval, None
         self.screens = np.zeros((num_envs, 2, *self.envs[0].ale.getScreenDims(), 3), np.uint8)
-        self.obs, self.episode_returns = np.zeros((num_envs, 4, 84, 84), np.uint8), np.zeros(num_envs)
+        self.obs, self.episode_returns = np.zeros((num_envs, FRAMES, 84, 84), np.uint8), np.zeros(num_envs)
         self.sticky = gym.spec(env_id.rpartition(":")[2]).kwargs.get("repeat_action_probability", 0.25)  # as ale_py
         self.lives, self.last_actions, self.episode_lengths, self.episode_counts = np.zeros((4, num_envs), int)
         for i, env_seed in enumerate(np.random.SeedSequence(seed).generate_state(num_envs)):
@@ -195,7 +195,7 @@ class Envs:
         """skip() in a reset: its reward is not learned from, but a game that ends there counts. Returns what ended."""
         _, lost, over = self.skip(i, action)
         if over and self.episode_lengths[i]:
-            self.unseen.append((i, self.episode_returns[i].item(), self.episode_lengths[i].item(), over))
+            self.unseen.append((i, self.episode_returns.item(i), self.episode_lengths.item(i), over))
         return over or lost
 
     def begin(self, i, ended_by):
@@ -224,7 +224,7 @@ class Envs:
         self.see(i)
 
     def see(self, i):
-        """The maximum of the last two frames, grayscale, 84 x 84 (A5), becomes the newest of four (A6)."""
+        """The maximum of the last two frames, grayscale, 84 x 84 (A5), becomes the newest of FRAMES (A6)."""
         self.obs[i, :-1] = self.obs[i, 1:]
         gray = cv2.cvtColor(np.maximum(*self.screens[i]), cv2.COLOR_RGB2GRAY)
         self.obs[i, -1] = cv2.resize(gray, (84, 84), interpolation=cv2.INTER_AREA)
@@ -244,15 +244,14 @@ class Envs:
 
     def step(self, actions):
         """Steps every game by actions, int (num_envs,). Returns the signs of the rewards (A7), float64 (num_envs,), and
-        what ended, [(i, the game's return and length so far, "termination", "truncation" or "life", observation (4, 84,
-        84) that the reset has replaced)]. A game that ends in a reset follows as one more."""
+        what ended, [(i, the game's return and length so far, "termination", "truncation" or "life", the observation
+        that the reset has replaced)]. A game that ends in a reset follows as one more."""
         rewards, ended, self.unseen = np.zeros(len(actions)), [], []
         for i, action in enumerate(actions):
             rewards[i], ended_by = self.step_env(i, action)
             self.episode_lengths[i] += 1
             if ended_by:
-                ended.append((i, self.episode_returns[i].item(), self.episode_lengths[i].item(), ended_by,
-                              self.obs[i].copy()))
+                ended += [(i, self.episode_returns.item(i), self.episode_lengths.item(i), ended_by, self.obs[i].copy())]
         for i, *_, ended_by, _ in ended:
             self.reset_env(i, ended_by)
         return np.sign(rewards), ended + [(*game, self.obs[game[0]].copy()) for game in self.unseen]
@@ -286,47 +285,43 @@ def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
 
 class Agent(nn.Module):
     """The network of https://www.nature.com/articles/nature14236, shared by policy and value (A9, A10)."""
-    def __init__(self, num_actions, amp=False):
+    def __init__(self, num_actions, args):
         super().__init__()
-        self.amp, self.network = amp, nn.Sequential(
-            layer_init(nn.Conv2d(4, 32, 8, stride=4)), nn.ReLU(), layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU(),
+        self.amp, self.network = args.amp, nn.Sequential(
+            layer_init(nn.Conv2d(FRAMES, 32, 8, 4)), nn.ReLU(), layer_init(nn.Conv2d(32, 64, 4, 2)), nn.ReLU(),
             layer_init(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten(), layer_init(nn.Linear(3136, 512)), nn.ReLU())
         self.actor, self.critic = layer_init(nn.Linear(512, num_actions), 0.01), layer_init(nn.Linear(512, 1), 1.0)
 
     def heads(self, obs):
-        """obs uint8 (n, 4, 84, 84) -> logits (n, num_actions), values (n,), float32."""
+        """obs uint8 (n, FRAMES, 84, 84) -> log-probabilities (n, num_actions), values (n,), float32."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.amp):
             hidden = self.network((obs / 255.0).contiguous(memory_format=torch.channels_last))  # A8
-            return self.actor(hidden).float(), self.critic(hidden).float().squeeze(1)
+            return self.actor(hidden).float().log_softmax(1), self.critic(hidden).float().squeeze(1)
 
     def forward(self, obs, actions):
         """obs, actions int64 (n,) -> log-probabilities of the actions, entropy, values, each (n,)."""
         logits, values = self.heads(obs)
-        logprobs = logits.log_softmax(1)
-        return logprobs.gather(1, actions[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(1), values
+        return logits.gather(1, actions[:, None]).squeeze(1), -(logits.exp() * logits).sum(1), values
 
-
-def policy_of(agent):
-    """The policy as a function of arrays: obs (n, 4, 84, 84) -> logits (n, num_actions), values (n,)."""
-    def policy(obs):
-        with torch.no_grad():
-            return [x.cpu().numpy() for x in agent.heads(torch.from_numpy(obs).to(agent.actor.bias.device))]
-    return policy
+    @torch.no_grad()
+    def step(self, obs):
+        """heads, with arrays."""
+        return [x.cpu().numpy() for x in self.heads(torch.from_numpy(obs).to(self.actor.bias.device))]
 
 
 def rollout(agent, envs, num_steps):
-    """Plays num_steps in each game (G10). Returns uint8 obs (num_steps, num_envs, 4, 84, 84), (num_steps, num_envs) of
-    int64 actions, float32 logprobs, values, rewards, bool terminations (lost lives too) and truncations, and the games
-    that ended, [(step, i, return, length, ended_by, final_obs)], see Envs.step."""
-    shape, policy, episodes = (num_steps, len(envs.envs)), policy_of(agent), []
-    obs, (rewards, logprobs, values) = np.zeros((*shape, 4, 84, 84), np.uint8), np.zeros((3, *shape), np.float32)
+    """Plays num_steps in each game (G10). Returns uint8 obs (num_steps, num_envs, FRAMES, 84, 84), of the first two
+    dimensions int64 actions, float32 logprobs, values, rewards, bool terminations (lost lives too) and truncations, and
+    the games that ended, [(step, i, return, length, ended_by, final_obs)], see Envs.step."""
+    shape, episodes = (num_steps, len(envs.envs)), []
+    obs, (rewards, logprobs, values) = np.zeros((*shape, FRAMES, 84, 84), np.uint8), np.zeros((3, *shape), np.float32)
     terminations, truncations, actions = np.zeros(shape, bool), np.zeros(shape, bool), np.zeros(shape, int)
     noise = -torch.empty(*shape, len(envs.action_names)).exponential_().log().numpy()
     for step in range(num_steps):
         obs[step] = envs.obs
-        logits, values[step] = policy(envs.obs)
+        logits, values[step] = agent.step(envs.obs)
         actions[step] = (logits + noise[step]).argmax(1)  # Gumbel noise: a sample of the policy
-        logprobs[step] = np.take_along_axis(logits, actions[step, :, None], 1)[:, 0] - np.logaddexp.reduce(logits, 1)
+        logprobs[step] = np.take_along_axis(logits, actions[step, :, None], 1)[:, 0]
         rewards[step], ended = envs.step(actions[step])
         for i, *_, ended_by, _ in ended:
             (truncations if ended_by == "truncation" else terminations)[step, i] = True
@@ -353,8 +348,7 @@ def ppo_loss(params, agent, batch, clip_coef, args):
     views = {name: view.view(p.shape) for (name, p), view in zip(agent.named_parameters(), views)}
     logprobs, entropy, values = torch.func.functional_call(agent, views, (batch["obs"], batch["actions"]))
     logratio = logprobs - batch["logprobs"]
-    ratio = logratio.exp()
-    advantages = batch["advantages"]
+    ratio, advantages = logratio.exp(), batch["advantages"]
     if args.norm_adv:  # G3
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     clipped_ratio = torch.clamp(ratio, 1 - clip_coef, 1 + clip_coef)
@@ -371,15 +365,15 @@ def ppo_loss(params, agent, batch, clip_coef, args):
 
 
 def update_minibatches(params, optimizer, agent, batch, indices, lr, clip_coef, args):
-    """A step of Adam, in place, for each row of indices (k, minibatch_size); returns the sum of their METRICS.
-    params and Adam's state are flat: clipping (G8) is one norm, Adam (G11) one kernel. Tensors never compile anew."""
-    total = torch.zeros(len(METRICS), device=params.device)
+    """A step of Adam (G11), in place, for each row of indices (k, minibatch_size); returns the sum of their METRICS."""
+    total, compiling = torch.zeros(len(METRICS), device=params.device), torch.compiler.is_compiling()
     for row in indices.unbind():
-        minibatch = {name: x[row] for name, x in batch.items()}
-        grads, metrics = torch.func.grad(ppo_loss, has_aux=True)(params, agent, minibatch, clip_coef, args)
-        grads = grads * torch.clamp(args.max_grad_norm / (grads.norm() + 1e-6), max=1.0)
+        minibatch, leaf = {name: x[row] for name, x in batch.items()}, params.detach().requires_grad_()
+        loss, metrics = ppo_loss(leaf, agent, minibatch, clip_coef, args)
+        grads = torch.autograd.grad(loss, leaf)[0]
+        grads = grads * torch.clamp(args.max_grad_norm / (grads.norm() + 1e-6), max=1.0)  # G8: of all that is flat
         adam([params], [grads], [optimizer["exp_avg"]], [optimizer["exp_avg_sq"]], [], [optimizer["step"]], lr=lr,
-             eps=1e-5, beta1=0.9, beta2=0.999, weight_decay=0.0, amsgrad=False, maximize=False, foreach=False)
+             eps=1e-5, beta1=0.9, beta2=0.999, weight_decay=0.0, amsgrad=False, maximize=False, fused=not compiling)
         total = total + metrics
     return total
 
@@ -388,7 +382,7 @@ def update(step_minibatches, params, optimizer, agent, batch, lr, clip_coef, arg
     """PPO's epochs over a batch, in place, by update_minibatches, compiled or not; returns the mean of METRICS."""
     epochs, rows = [], 2 - args.num_minibatches % 2  # of indices in one call: 2 run faster than 1, 4 compile too long
     for _ in range(args.update_epochs):
-        indices = torch.randperm(args.batch_size).view(args.num_minibatches, -1).to(params.device)  # G7
+        indices = torch.randperm(len(batch["obs"])).view(args.num_minibatches, -1).to(params.device)  # G7
         calls = [step_minibatches(params, optimizer, agent, batch, i, lr, clip_coef, args) for i in indices.split(rows)]
         epochs.append(torch.stack(calls).sum(0) / args.num_minibatches)
         if args.target_kl is not None and epochs[-1][METRICS.index("approx_kl")] > args.target_kl:  # X3
@@ -403,7 +397,8 @@ def compile_or_not(function, args, device):
     if args.compile:
         try:
             torch.compile(torch.sin, options=options)(torch.ones(1, device=device))
-            return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+            torch._dynamo.config.trace_autograd_ops = True  # else it doesn't take torch.autograd.grad
+            return torch.compile(function, fullgraph=True, dynamic=False, options=options)  # new floats compile anew
         except Exception as error:  # a compiler, its headers, its cache folder: whatever is missing is in the message
             print(f"running without compilation, slower: {str(error).strip().splitlines()[0][:200]}")
     return function
@@ -442,10 +437,10 @@ def load_checkpoint(run_dir):
 def evaluate(agent, args, video_dir=None):
     """Plays --eval-episodes with the likeliest actions and a seed of its own; prints and returns results."""
     envs = Envs(args.env_id, 1, (args.seed, 1), video_dir=video_dir and video_dir / "evaluation")
-    policy, episodes = policy_of(agent), []
+    episodes = []
     while len(episodes) < args.eval_episodes:
-        logits = policy(envs.obs)[0]
-        envs.probabilities = np.exp(logits[0] - np.logaddexp.reduce(logits[0]))
+        logits = agent.step(envs.obs)[0]
+        envs.probabilities = np.exp(logits[0])
         episodes += [episode for episode in envs.step(logits.argmax(1))[1] if episode[3] != "life"]
     returns = [episode[1] for episode in episodes]
     print(f"evaluation: {np.mean(returns):.1f} +- {np.std(returns):.1f} over {len(returns)} episodes, deterministic")
@@ -476,10 +471,10 @@ if __name__ == "__main__":
         fail(f"{run_dir} exists: choose another --run-name, or go on with --resume {run_dir}")
     video_dir = run_dir / "videos" if args.capture_video else None
     envs = Envs(args.env_id, args.num_envs, args.seed, None if args.evaluate else video_dir, args.video_interval)
-    agent = Agent(len(envs.action_names), args.amp).to(device)
+    agent = Agent(len(envs.action_names), args).to(device)
     params = nn.utils.parameters_to_vector(agent.parameters()).detach()
     nn.utils.vector_to_parameters(params, agent.parameters())  # from here on they are views of one flat tensor
-    optimizer = {"exp_avg": torch.zeros_like(params), "exp_avg_sq": torch.zeros_like(params), "step": torch.tensor(0.0)}
+    optimizer = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")} | {"step": params.new_zeros(())}
     progress = {"iteration": 0, "wall_seconds": 0.0, "recent_returns": [], "wandb_id": None, "log_sizes": {}}
     if checkpoint:
         try:
@@ -491,8 +486,7 @@ if __name__ == "__main__":
                 setter(state)
         except Exception as error:  # a part is missing, or of another shape or version
             fail(f"can't load {run_dir}: {' '.join(str(error).split())[:99]}; use config.json's versions or start anew")
-    iteration, recent_returns = progress["iteration"], progress["recent_returns"]
-    stop_signals, terminal = [], sys.stderr.isatty()
+    iteration, recent_returns, stop_signals = progress["iteration"], progress["recent_returns"], []
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
     if args.evaluate:
@@ -527,7 +521,7 @@ if __name__ == "__main__":
         except Exception as error:  # network, server
             fail(f"--track: W&B doesn't start ({error}): try again, or set WANDB_MODE=offline and sync later", code=1)
     writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
-    start_time, last_line = time.time() - progress["wall_seconds"], time.time()
+    start_time, last_line, terminal = time.time() - progress["wall_seconds"], time.time(), sys.stderr.isatty()
     bar = tqdm(total=args.num_iterations * args.batch_size, initial=iteration * args.batch_size, unit=" steps",
                dynamic_ncols=True, file=sys.stderr if terminal else open(os.devnull, "w"))
 
@@ -551,10 +545,9 @@ if __name__ == "__main__":
         rewards, terminations, truncations, episodes = rest
         batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "values": values}
         batch = {k: torch.from_numpy(x).flatten(0, 1).to(device) for k, x in batch.items()}
-        final_values = policy_of(agent)(np.stack([*envs.obs, *(episode[-1] for episode in episodes)]))[1]
+        final_values = agent.step(np.stack([*envs.obs, *(episode[-1] for episode in episodes)]))[1]
         next_values = np.concatenate((values[1:], final_values[None, : args.num_envs]))
-        for (step, i, *_), value in zip(episodes, final_values[args.num_envs :]):
-            next_values[step, i] = value
+        next_values[[e[0] for e in episodes], [e[1] for e in episodes]] = final_values[args.num_envs :]
         dones = terminations | truncations
         ends = terminations if args.bootstrap_truncated else dones
         advantages = compute_advantages(rewards, values, next_values, ends, dones, args.gamma, args.gae_lambda)
@@ -566,7 +559,7 @@ if __name__ == "__main__":
                  "Try a lower --learning-rate, or look for NaN in the environment's rewards and observations", code=1)
 
         iteration += 1
-        for step, i, episode_return, length, ended_by, _ in episodes:
+        for step, i, episode_return, length, ended_by, *_ in episodes:
             step, wall_seconds = global_step + (step + 1) * args.num_envs, time.time() - start_time
             episodes_file.write(f"{step},{wall_seconds:.2f},{i},{episode_return!r},{length},{ended_by}\n")
             writer.add_scalar("charts/episodic_return", episode_return, step)

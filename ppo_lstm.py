@@ -109,8 +109,7 @@ def parse_args():
     """Returns the flags and, for --resume and --evaluate, the run's checkpoint, whose flags they then are."""
     args, checkpoint = read_flags(Args()), None
     if run := args.resume or args.evaluate:
-        checkpoint = load_checkpoint(Path(run))
-        own = checkpoint["args"]
+        own = (checkpoint := load_checkpoint(Path(run)))["args"]
         args = read_flags(replace(own, resume=args.resume, evaluate=args.evaluate))
         free = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval", "checkpoint_interval")
         if changed := [f"{k} = {v}" for k, v in asdict(own).items() if v != getattr(args, k) and k not in free]:
@@ -252,36 +251,35 @@ def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
 
 
 class Agent(nn.Module):
-    """Two tanh layers of 64 (M6), shared by policy and value, on them a recurrent core: weights orthogonal, biases 0
-    (l1; baselines a2c/utils.py), not flattened on a GPU, which would take them out of the one flat tensor. The policy
-    gives len(nvec) independent categorical distributions."""
+    """Two tanh layers of 64 (M6), shared by policy and value, on them a recurrent core; the policy gives len(nvec)
+    independent categorical distributions."""
     def __init__(self, obs_dim, nvec, args):
         super().__init__()
         self.sizes, self.nvec = (obs_dim, sum(nvec)), nvec
         self.keeps_memory, self.num_states, self.network = args.memory, 1 + (args.cell == "lstm"), nn.Sequential(
             layer_init(nn.Linear(obs_dim, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh())
-        self.cell, self.cell.flatten_parameters = getattr(nn, args.cell.upper())(64, args.hidden_size), lambda: None
-        for name, parameter in self.cell.named_parameters():
+        self.cell = getattr(nn, args.cell.upper())(64, args.hidden_size, batch_first=True)
+        self.cell.flatten_parameters = lambda: None  # on a GPU it would take the weights out of the one flat tensor
+        for name, parameter in self.cell.named_parameters():  # l1; baselines a2c/utils.py
             (nn.init.orthogonal_ if "weight" in name else nn.init.zeros_)(parameter)
         self.actor = layer_init(nn.Linear(args.hidden_size, sum(nvec)), 0.01)
         self.critic = layer_init(nn.Linear(args.hidden_size, 1), 1.0)
 
     def recur(self, x, memory, dones=None):
-        """x (num_steps, n, inputs), memory (num_states, n, hidden_size) -> outputs (num_steps, n, hidden_size), memory.
-        dones: None or bool (num_steps, n), episodes end; the steps between ends are one call, which equals a loop."""
+        """x (n, num_steps, inputs), memory (num_states, n, hidden_size) -> outputs (n, num_steps, hidden_size), memory.
+        dones: None or bool (n, num_steps), episodes end; the steps between ends are one call, which equals a loop."""
         if not self.keeps_memory:  # then all steps are first ones
-            return self.cell(x.flatten(0, 1)[None])[0].view(*x.shape[:2], -1), memory
-        outputs, cuts = [], [0] if dones is None else [0, *(dones[:-1].any(1).nonzero()[:, 0] + 1).tolist()]
-        for begin, end in zip(cuts, [*cuts[1:], len(x)]):
-            memory = memory.masked_fill(dones[begin - 1, :, None], 0.0) if begin else memory  # l3
-            output, memory = self.cell(x[begin:end], memory.split(1) if self.num_states == 2 else memory)
-            memory = torch.cat(memory) if self.num_states == 2 else memory
-            outputs.append(output)
-        return torch.cat(outputs), memory
+            return self.cell(x.flatten(0, 1)[:, None])[0].view(*x.shape[:2], -1), memory
+        outputs, cuts = [], [0] if dones is None else [0, *(dones[:, :-1].any(0).nonzero()[:, 0] + 1).tolist()]
+        for begin, end in zip(cuts, [*cuts[1:], x.shape[1]]):
+            memory = memory.masked_fill(dones[:, begin - 1, None], 0.0) if begin else memory  # l3
+            output, memory = self.cell(x[:, begin:end], memory.split(1) if self.num_states == 2 else memory)
+            outputs, memory = [*outputs, output], torch.cat(memory) if self.num_states == 2 else memory
+        return torch.cat(outputs, 1), memory
 
     def heads(self, obs, memory, dones=None):
-        """obs (num_steps, n, obs_dim + sum(nvec)), rows of Envs.obs -> logits (num_steps, n, sum(nvec)), values
-        (num_steps, n), memory. Masked actions have probability 0, https://arxiv.org/abs/2006.14171"""
+        """obs (n, num_steps, obs_dim + sum(nvec)), rows of Envs.obs -> logits (n, num_steps, sum(nvec)), values
+        (n, num_steps), memory. Masked actions have probability 0, https://arxiv.org/abs/2006.14171"""
         obs, masks = obs.split(self.sizes, 2)
         hidden, memory = self.recur(self.network(obs), memory, dones)
         logits = torch.where(masks > 0, self.actor(hidden), MASKED).split(self.nvec, 2)
@@ -289,9 +287,9 @@ class Agent(nn.Module):
         return logits, self.critic(hidden).squeeze(2), memory
 
     def forward(self, batch):
-        """batch: obs, actions int64 (num_steps, n, len(nvec)), dones, memory -> logprobs, entropy, values, each
-        (num_steps, n)."""
-        logits, values, _ = self.heads(batch["obs"], batch["memory"], batch["dones"])
+        """batch: obs, actions int64 (n, num_steps, len(nvec)), dones, memory -> logprobs, entropy, values, each
+        (n, num_steps)."""
+        logits, values, _ = self.heads(batch["obs"], batch["memory"].transpose(0, 1).contiguous(), batch["dones"])
         parts = zip(logits.split(self.nvec, 2), batch["actions"].split(1, 2))
         logprobs = sum(part.gather(2, a).squeeze(2) for part, a in parts)
         return logprobs, -(logits.exp() * logits).sum(2), values
@@ -299,16 +297,16 @@ class Agent(nn.Module):
     @torch.no_grad()
     def step(self, obs, memory):
         """heads for one step, arrays obs (n, ...) -> arrays of logits (n, ...) and values (n,), and the memory."""
-        logits, values, memory = self.heads(torch.from_numpy(obs[None]).to(memory.device), memory)
-        return logits[0].cpu().numpy(), values[0].cpu().numpy(), memory
+        logits, values, memory = self.heads(torch.from_numpy(obs[:, None]).to(memory.device), memory)
+        return logits[:, 0].cpu().numpy(), values[:, 0].cpu().numpy(), memory
 
 
-def rollout(agent, envs, num_steps, memory):
-    """Plays num_steps in each environment (G10). Returns float32 obs (num_steps, num_envs, obs_dim + sum(nvec)), int64
-    actions (num_steps, num_envs, len(nvec)), (num_steps, num_envs) of float32 logprobs, values, rewards, bool
-    terminations and truncations, the memory afterwards, and the episodes that ended, [(step, i, return, length,
-    ended_by, final_obs, memory before final_obs)]."""
-    shape, episodes = (num_steps, len(envs.envs)), []
+def rollout(agent, envs, num_steps, start):
+    """Plays num_steps in each environment (G10). Returns arrays by name, float32 obs (num_steps, num_envs, obs_dim +
+    sum(nvec)), int64 actions (num_steps, num_envs, len(nvec)), (num_steps, num_envs) of float32 logprobs, values, bool
+    dones, and the memory at the start (l5); rewards, terminations, the memory after, and the episodes that ended,
+    [(step, i, return, length, ended_by, final_obs, memory before final_obs)]."""
+    shape, memory, episodes = (num_steps, len(envs.envs)), start, []
     obs, actions = np.zeros((*shape, envs.obs.shape[1]), np.float32), np.zeros((*shape, len(envs.nvec)), int)
     (rewards, logprobs, values), terminations = np.zeros((3, *shape), np.float32), np.zeros(shape, bool)
     truncations, noise = np.zeros(shape, bool), -torch.empty(*shape, envs.num_logits).exponential_().log().numpy()
@@ -323,7 +321,8 @@ def rollout(agent, envs, num_steps, memory):
             (truncations if ended_by == "truncation" else terminations)[step, i] = True
         episodes += [(step, *episode, memory[:, episode[0]].clone()) for episode in ended]
         memory[:, terminations[step] | truncations[step]] = 0.0  # l3
-    return obs, actions, logprobs, values, rewards, terminations, truncations, memory, episodes
+    return dict(obs=obs, actions=actions, logprobs=logprobs, values=values, dones=terminations | truncations,
+                memory=start), rewards, terminations, memory, episodes
 
 
 def compute_advantages(rewards, values, next_values, terminations, dones, gamma, gae_lambda):
@@ -345,8 +344,7 @@ def ppo_loss(params, agent, batch, clip_coef, args):
     views = {name: view.view(p.shape) for (name, p), view in zip(agent.named_parameters(), views)}
     logprobs, entropy, values = torch.func.functional_call(agent, views, (batch,))
     logratio = logprobs - batch["logprobs"]
-    ratio = logratio.exp()
-    advantages = batch["advantages"]
+    ratio, advantages = logratio.exp(), batch["advantages"]
     if args.norm_adv:  # G3
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     clipped_ratio = torch.clamp(ratio, 1 - clip_coef, 1 + clip_coef)
@@ -362,21 +360,27 @@ def ppo_loss(params, agent, batch, clip_coef, args):
     return loss, torch.stack((policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac)).detach()
 
 
-def update(params, optimizer, agent, batch, lr, clip_coef, args):
-    """PPO's epochs over a batch, in place, Adam's steps for minibatches of some environments' whole rollouts (l4) from
-    their first memory (l5); returns the mean of METRICS. Flat params: clipping (G8) is one norm, Adam (G11) one."""
-    epochs = []
+def update_minibatches(params, optimizer, agent, batch, indices, lr, clip_coef, args):
+    """A step of Adam (G11), in place, for each row of indices (k, minibatch_size); returns the sum of their METRICS."""
+    total, compiling = torch.zeros(len(METRICS), device=params.device), torch.compiler.is_compiling()
+    for row in indices.unbind():
+        minibatch, leaf = {name: x[row] for name, x in batch.items()}, params.detach().requires_grad_()
+        loss, metrics = ppo_loss(leaf, agent, minibatch, clip_coef, args)
+        grads = torch.autograd.grad(loss, leaf)[0]
+        grads = grads * torch.clamp(args.max_grad_norm / (grads.norm() + 1e-6), max=1.0)  # G8: of all that is flat
+        adam([params], [grads], [optimizer["exp_avg"]], [optimizer["exp_avg_sq"]], [], [optimizer["step"]], lr=lr,
+             eps=1e-5, beta1=0.9, beta2=0.999, weight_decay=0.0, amsgrad=False, maximize=False, fused=not compiling)
+        total = total + metrics
+    return total
+
+
+def update(step_minibatches, params, optimizer, agent, batch, lr, clip_coef, args):
+    """PPO's epochs over a batch, in place, by update_minibatches, compiled or not; returns the mean of METRICS."""
+    epochs, rows = [], 2 - args.num_minibatches % 2  # of indices in one call: 2 run faster than 1, 4 compile too long
     for _ in range(args.update_epochs):
-        calls = []
-        for row in torch.randperm(args.num_envs).view(args.num_minibatches, -1).to(params.device):  # G7
-            minibatch, leaf = {name: x[:, row] for name, x in batch.items()}, params.detach().requires_grad_()
-            loss, metrics = ppo_loss(leaf, agent, minibatch, clip_coef, args)
-            grads = torch.autograd.grad(loss, leaf)[0]
-            grads = grads * torch.clamp(args.max_grad_norm / (grads.norm() + 1e-6), max=1.0)
-            adam([params], [grads], [optimizer["exp_avg"]], [optimizer["exp_avg_sq"]], [], [optimizer["step"]], lr=lr,
-                 eps=1e-5, beta1=0.9, beta2=0.999, weight_decay=0.0, amsgrad=False, maximize=False, fused=True)
-            calls.append(metrics)
-        epochs.append(torch.stack(calls).mean(0))
+        indices = torch.randperm(len(batch["obs"])).view(args.num_minibatches, -1).to(params.device)  # G7
+        calls = [step_minibatches(params, optimizer, agent, batch, i, lr, clip_coef, args) for i in indices.split(rows)]
+        epochs.append(torch.stack(calls).sum(0) / args.num_minibatches)
         if args.target_kl is not None and epochs[-1][METRICS.index("approx_kl")] > args.target_kl:  # X3
             break
     return torch.stack(epochs).mean(0).cpu()
@@ -467,8 +471,7 @@ if __name__ == "__main__":
                 setter(state)
         except Exception as error:  # a part is missing, or of another shape or version
             fail(f"can't load {run_dir}: {' '.join(str(error).split())[:99]}; use config.json's versions or start anew")
-    iteration, recent_returns = progress["iteration"], progress["recent_returns"]
-    stop_signals, terminal = [], sys.stderr.isatty()
+    iteration, recent_returns, stop_signals = progress["iteration"], progress["recent_returns"], []
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
     if args.evaluate:
@@ -502,7 +505,7 @@ if __name__ == "__main__":
         except Exception as error:  # network, server
             fail(f"--track: W&B doesn't start ({error}): try again, or set WANDB_MODE=offline and sync later", code=1)
     writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
-    start_time, last_line = time.time() - progress["wall_seconds"], time.time()
+    start_time, last_line, terminal = time.time() - progress["wall_seconds"], time.time(), sys.stderr.isatty()
     bar = tqdm(total=args.num_iterations * args.batch_size, initial=iteration * args.batch_size, unit=" steps",
                dynamic_ncols=True, file=sys.stderr if terminal else open(os.devnull, "w"))
 
@@ -522,21 +525,18 @@ if __name__ == "__main__":
         lr = torch.tensor(args.learning_rate * (remaining if args.anneal_lr else 1.0), device=device)  # G6
         clip_coef = torch.tensor(args.clip_coef * (remaining if args.anneal_clip else 1.0), device=device)  # X1
 
-        obs, actions, logprobs, values, *rest = rollout(agent, envs, args.num_steps, memory)
-        rewards, terminations, truncations, after, episodes = rest
-        dones = terminations | truncations
-        batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "values": values, "dones": dones}
-        batch = {k: torch.from_numpy(x).to(device) for k, x in batch.items()} | {"memory": memory}  # l5
-        memory, final_memory = after, torch.stack([*after.unbind(1), *(episode[-1] for episode in episodes)], 1)
+        batch, rewards, terminations, memory, episodes = rollout(agent, envs, args.num_steps, memory)
+        values, dones = batch["values"], batch["dones"]
+        batch = {k: torch.as_tensor(x, device=device).transpose(0, 1) for k, x in batch.items()}  # of environments, l4
+        final_memory = torch.stack([*memory.unbind(1), *(episode[-1] for episode in episodes)], 1)
         final_values = agent.step(np.stack([*envs.obs, *(episode[-2] for episode in episodes)]), final_memory)[1]
         next_values = np.concatenate((values[1:], final_values[None, : args.num_envs]))
-        for (step, i, *_), value in zip(episodes, final_values[args.num_envs :]):
-            next_values[step, i] = value
+        next_values[[e[0] for e in episodes], [e[1] for e in episodes]] = final_values[args.num_envs :]
         ends = terminations if args.bootstrap_truncated else dones
         advantages = compute_advantages(rewards, values, next_values, ends, dones, args.gamma, args.gae_lambda)
         returns = advantages + values
-        batch["advantages"], batch["returns"] = (torch.tensor(x, device=device) for x in (advantages, returns))
-        metrics = update(params, optimizer, agent, batch, lr, clip_coef, args)
+        batch["advantages"], batch["returns"] = (torch.tensor(x.T, device=device) for x in (advantages, returns))
+        metrics = update(update_minibatches, params, optimizer, agent, batch, lr, clip_coef, args)
         if not (torch.isfinite(metrics).all() and torch.isfinite(params).all()):
             fail(f"iteration {iteration + 1}: the loss is not finite; {run_dir} keeps the last good checkpoint. "
                  "Try a lower --learning-rate, or look for NaN in the environment's rewards and observations", code=1)

@@ -96,8 +96,7 @@ def parse_args():
     """Returns the flags and, for --resume and --evaluate, the run's checkpoint, whose flags they then are."""
     args, checkpoint = read_flags(Args()), None
     if run := args.resume or args.evaluate:
-        checkpoint = load_checkpoint(Path(run))
-        own = checkpoint["args"]
+        own = (checkpoint := load_checkpoint(Path(run)))["args"]
         args = read_flags(replace(own, resume=args.resume, evaluate=args.evaluate))
         free = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval", "checkpoint_interval")
         if changed := [f"{k} = {v}" for k, v in asdict(own).items() if v != getattr(args, k) and k not in free]:
@@ -265,9 +264,8 @@ class Agent(nn.Module):
 def numpy_policy(actor_mean):
     """actor_mean, with a copy of its weights, as a function of arrays (n, obs_dim) -> (n, action_dim): during a rollout
     weights are frozen, and on a few observations numpy takes 10 us where PyTorch takes 45."""
-    def linear(weight, bias):
-        return lambda x: x.dot(weight) + bias[None]  # three times as fast as x @ weight + bias
-    twins = {nn.Linear: linear, nn.Tanh: lambda: np.tanh}  # another kind of layer in actor_mean needs its twin here
+    # Another kind of layer in actor_mean needs its twin here; dot is three times as fast as x @ weight + bias
+    twins = {nn.Linear: lambda weight, bias: lambda x: x.dot(weight) + bias[None], nn.Tanh: lambda: np.tanh}
     weights = [[p.detach().cpu().numpy().T.copy() for p in layer.parameters()] for layer in actor_mean]
     layers = [twins[type(layer)](*parameters) for layer, parameters in zip(actor_mean, weights)]
     def policy(x):
@@ -328,9 +326,11 @@ def vpg_loss(params, agent, batch, args):
 def vpg_update(params, optimizer, agent, batch, lr, args):
     """A step of Adam, in place, on a rollout; returns METRICS. params and Adam's state are flat. The gradient isn't
     clipped: the norm is mostly the critic's, whose returns have no scale, and the actor would hardly move."""
-    grads, metrics = torch.func.grad(vpg_loss, has_aux=True)(params, agent, batch, args)
+    leaf = params.detach().requires_grad_()
+    loss, metrics = vpg_loss(leaf, agent, batch, args)
+    grads = torch.autograd.grad(loss, leaf)[0]
     adam([params], [grads], [optimizer["exp_avg"]], [optimizer["exp_avg_sq"]], [], [optimizer["step"]], lr=lr, eps=1e-5,
-         beta1=0.9, beta2=0.999, weight_decay=0.0, amsgrad=False, maximize=False, foreach=False)
+         beta1=0.9, beta2=0.999, weight_decay=0.0, amsgrad=False, maximize=False, fused=True)
     return metrics
 
 
@@ -403,7 +403,7 @@ if __name__ == "__main__":
     agent = Agent(envs.obs_dim, envs.nvec).to(device)
     params = nn.utils.parameters_to_vector(agent.parameters()).detach()
     nn.utils.vector_to_parameters(params, agent.parameters())  # from here on they are views of one flat tensor
-    optimizer = {"exp_avg": torch.zeros_like(params), "exp_avg_sq": torch.zeros_like(params), "step": torch.tensor(0.0)}
+    optimizer = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")} | {"step": params.new_zeros(())}
     progress = {"iteration": 0, "wall_seconds": 0.0, "recent_returns": [], "wandb_id": None, "log_sizes": {},
                 "global_step": 0}
     if checkpoint:
@@ -416,9 +416,8 @@ if __name__ == "__main__":
                 setter(state)
         except Exception as error:  # a part is missing, or of another shape or version
             fail(f"can't load {run_dir}: {' '.join(str(error).split())[:99]}; use config.json's versions or start anew")
-    iteration, recent_returns = progress["iteration"], progress["recent_returns"]
+    iteration, recent_returns, stop_signals = progress["iteration"], progress["recent_returns"], []
     global_step = progress["global_step"]
-    stop_signals, terminal = [], sys.stderr.isatty()
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
     if args.evaluate:
@@ -452,7 +451,7 @@ if __name__ == "__main__":
         except Exception as error:  # network, server
             fail(f"--track: W&B doesn't start ({error}): try again, or set WANDB_MODE=offline and sync later", code=1)
     writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
-    start_time, last_line = time.time() - progress["wall_seconds"], time.time()
+    start_time, last_line, terminal = time.time() - progress["wall_seconds"], time.time(), sys.stderr.isatty()
     bar = tqdm(total=args.total_timesteps, initial=global_step, unit=" steps", dynamic_ncols=True,
                file=sys.stderr if terminal else open(os.devnull, "w"))
 

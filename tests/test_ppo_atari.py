@@ -270,7 +270,7 @@ def test_a3_a_game_that_ends_in_a_reset_is_an_episode_too():
     assert envs.episode_counts[0] == 1 and envs.episode_lengths[0] == 0 and len(ale.games) == 3
     envs = ppo.Envs("LivesNoFrameskip-v4", 1, 1)
     envs.envs[0].ale.script = ale.script
-    *_, terminations, truncations, episodes = ppo.rollout(ppo.Agent(3), envs, 4)
+    *_, terminations, truncations, episodes = ppo.rollout(ppo.Agent(3, ppo.Args()), envs, 4)
     assert [episode[:5] for episode in episodes] == [(3, 0, 12.0, 4, "termination")]
     assert terminations[:, 0].tolist() == [False, False, False, True] and not truncations.any()
 
@@ -325,7 +325,7 @@ def test_a7_rewards_are_signs():
 
 
 def test_a8_frames_are_stored_as_bytes_and_scaled_in_the_network():
-    agent, envs = ppo.Agent(4), ppo.Envs("FakeNoFrameskip-v4", 2, 1)
+    agent, envs = ppo.Agent(4, ppo.Args()), ppo.Envs("FakeNoFrameskip-v4", 2, 1)
     obs = ppo.rollout(agent, envs, 3)[0]
     assert obs.dtype == np.uint8 and obs.shape == (3, 2, 4, 84, 84)
     inputs = []
@@ -335,7 +335,7 @@ def test_a8_frames_are_stored_as_bytes_and_scaled_in_the_network():
 
 
 def test_a9_a10_network_has_1687719_parameters_for_six_actions_and_one_trunk():
-    agent = ppo.Agent(6)
+    agent = ppo.Agent(6, ppo.Args())
     assert sum(p.numel() for p in agent.parameters()) == 1_687_719
     assert [type(layer) for layer in agent.network if not isinstance(layer, (nn.Conv2d, nn.Linear))] == [
         nn.ReLU, nn.ReLU, nn.ReLU, nn.Flatten, nn.ReLU]
@@ -349,7 +349,7 @@ def test_a9_a10_network_has_1687719_parameters_for_six_actions_and_one_trunk():
 
 
 def test_g9_layers_are_orthogonal_with_their_gains_and_no_bias():
-    agent = ppo.Agent(6)
+    agent = ppo.Agent(6, ppo.Args())
     gains = [(layer, math.sqrt(2)) for layer in agent.network if hasattr(layer, "weight")]
     for layer, gain in [*gains, (agent.actor, 0.01), (agent.critic, 1.0)]:
         weight = layer.weight.detach().flatten(1)
@@ -359,19 +359,20 @@ def test_g9_layers_are_orthogonal_with_their_gains_and_no_bias():
 
 
 def test_log_probabilities_and_entropy_equal_those_of_a_categorical():
-    agent = ppo.Agent(5)
+    agent = ppo.Agent(5, ppo.Args())
     nn.init.normal_(agent.actor.weight)
     obs, actions = torch.randint(0, 256, (7, 4, 84, 84), dtype=torch.uint8), torch.tensor([0, 1, 2, 3, 4, 0, 1])
     logprobs, entropy, values = agent(obs, actions)
     logits, other_values = agent.heads(obs)
     reference = torch.distributions.Categorical(logits=logits)
+    torch.testing.assert_close(logits.exp().sum(1), torch.ones(7))
     torch.testing.assert_close(logprobs, reference.log_prob(actions))
     torch.testing.assert_close(entropy, reference.entropy())
     torch.testing.assert_close(values, other_values)
 
 
 def test_rollout_samples_the_policy_and_its_log_probabilities_and_values_are_those_of_training():
-    agent, envs = ppo.Agent(4), ppo.Envs("FakeNoFrameskip-v4", 2, 1)
+    agent, envs = ppo.Agent(4, ppo.Args()), ppo.Envs("FakeNoFrameskip-v4", 2, 1)
     nn.init.zeros_(agent.actor.weight)
     agent.actor.bias.data = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
     obs, actions, logprobs, values, *_ = ppo.rollout(agent, envs, 400)
@@ -384,7 +385,8 @@ def test_rollout_samples_the_policy_and_its_log_probabilities_and_values_are_tho
 
 
 def test_a_lost_life_terminates_for_the_learner_and_is_no_episode():
-    *_, terminations, truncations, episodes = ppo.rollout(ppo.Agent(3), ppo.Envs("LivesNoFrameskip-v4", 1, 1), 60)
+    envs = ppo.Envs("LivesNoFrameskip-v4", 1, 1)
+    *_, terminations, truncations, episodes = ppo.rollout(ppo.Agent(3, ppo.Args()), envs, 60)
     assert not truncations.any()
     assert terminations.sum() > len(episodes) > 0 and {episode[4] for episode in episodes} == {"termination"}
 
@@ -394,7 +396,7 @@ def test_a_life_lost_at_the_frame_limit_terminates_for_the_learner_and_the_game_
     """In a step, or in the no-op after a life lost in frame 40."""
     envs = ppo.Envs("LivesNoFrameskip-v4", 1, 1)
     envs.envs[0].ale.script = {40: "life", last: "life cut"}
-    *_, terminations, truncations, episodes = ppo.rollout(ppo.Agent(3), envs, 60)
+    *_, terminations, truncations, episodes = ppo.rollout(ppo.Agent(3, ppo.Args()), envs, 60)
     assert len(episodes) == terminations.sum() >= 2 and {episode[4] for episode in episodes} == {"truncation"}
     np.testing.assert_array_equal(terminations, truncations)
 
@@ -422,8 +424,8 @@ def test_a_run_bootstraps_truncations_and_cuts_at_lost_lives(run_script, flag):
     module = run_script(SCRIPT, "--env-id", "LivesCutNoFrameskip-v4", "--total-timesteps", "64", "--num-envs", "2",
                         "--num-steps", "32", "--num-minibatches", "2", "--update-epochs", "1", "--no-compile",
                         "--learning-rate", "1e-9", "--eval-episodes", "1", flag)
-    last = module.policy_of(module.agent)(module.envs.obs)[1]
-    finals = {(step, i): module.policy_of(module.agent)(obs[None])[1][0] for step, i, *_, obs in module.episodes}
+    last = module.agent.step(module.envs.obs)[1]
+    finals = {(step, i): module.agent.step(obs[None])[1][0] for step, i, *_, obs in module.episodes}
     kinds = {episode[4] for episode in module.episodes}
     assert kinds == {"truncation"} and module.terminations.any() and len(finals) >= 2
     for i in range(2):
@@ -450,14 +452,14 @@ def test_learning_rate_and_clip_range_fall_to_an_nth(run_script):
 
 
 def test_evaluation_counts_games_not_lives():
-    agent, args = ppo.Agent(3), ppo.Args(env_id="LivesNoFrameskip-v4", eval_episodes=2)
+    agent, args = ppo.Agent(3, ppo.Args()), ppo.Args(env_id="LivesNoFrameskip-v4", eval_episodes=2)
     assert ppo.evaluate(agent, args)["returns"] == [-0.75, -0.75]
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 def test_compiled_update_equals_eager():
     torch.manual_seed(1)
-    agent, args = ppo.Agent(4), ppo.Args(num_envs=1, num_steps=16, num_minibatches=2)
+    agent, args = ppo.Agent(4, ppo.Args()), ppo.Args(num_envs=1, num_steps=16, num_minibatches=2)
     start = nn.utils.parameters_to_vector(agent.parameters()).detach()
     batch = {"obs": torch.randint(0, 256, (16, 4, 84, 84), dtype=torch.uint8), "actions": torch.randint(0, 4, (16,)),
              **{name: torch.randn(16) for name in ("logprobs", "advantages", "returns", "values")}}
@@ -494,7 +496,7 @@ def test_a_checkpoint_of_another_version_of_the_emulator_names_the_way_out(run_s
 
 def test_the_frame_limit_is_a_truncation_with_its_final_observation():
     envs = ppo.Envs("CutNoFrameskip-v4", 1, 1)
-    *_, terminations, truncations, episodes = ppo.rollout(ppo.Agent(2), envs, 40)
+    *_, terminations, truncations, episodes = ppo.rollout(ppo.Agent(2, ppo.Args()), envs, 40)
     assert not terminations.any() and truncations.sum() == len(episodes) > 0
     assert all(episode[4] == "truncation" and episode[5].any() for episode in episodes)
     assert [bool(truncations[episode[0], 0]) for episode in episodes] == [True] * len(episodes)
@@ -524,7 +526,7 @@ def test_games_go_on_from_a_saved_state_bit_for_bit(env_id, tmp_path):
 
 def test_bfloat16_is_near_float32():
     torch.manual_seed(1)
-    agent = ppo.Agent(4)
+    agent = ppo.Agent(4, ppo.Args())
     obs = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
     exact = agent.heads(obs)
     agent.amp = True

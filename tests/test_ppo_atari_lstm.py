@@ -20,12 +20,12 @@ from test_ppo_lstm import (
     assert_equals_a_loop,
     assert_memory_in_the_checkpoint_counts,
     assert_orthogonal,
-    batch_of,
     memories_by_steps,
     outcome,
     play,
     randomised,
     recorded,
+    time_first,
 )
 from torch import nn
 from torch.distributions import Categorical
@@ -101,9 +101,10 @@ def features(agent, obs):
 
 def outputs_by_steps(agent, batch):
     """What agent(batch) must give, by nn.LSTMCell or its like and torch.distributions."""
+    batch = time_first(batch)
     hidden = memories_by_steps(agent, features(agent, batch["obs"]), batch["memory"], batch["dones"])[:, :, 0]
     policy = Categorical(logits=agent.actor(hidden))
-    return policy.log_prob(batch["actions"]), policy.entropy(), agent.critic(hidden).squeeze(2)
+    return [x.T for x in (policy.log_prob(batch["actions"]), policy.entropy(), agent.critic(hidden).squeeze(2))]
 
 
 def test_defaults_are_those_of_ppo_atari_and_the_details():
@@ -141,14 +142,14 @@ def test_the_first_layer_is_a_convolution_of_8_x_8_with_stride_4():
     plain.bias.data = agent.network[0].bias.data = torch.randn(32)
     seen = []
     agent.network[0].register_forward_hook(lambda _, inputs, output: seen.append(output))
-    agent.heads((255 * x)[None], torch.zeros(2, 2, 128))
+    agent.heads((255 * x)[:, None], torch.zeros(2, 2, 128))
     assert seen[0].shape == (2, 32, 20, 20)
     torch.testing.assert_close(seen[0], plain(x), rtol=1e-4, atol=1e-5)
 
 
 def test_the_layers_after_the_first_are_those_of_the_paper():
     agent = make_agent()
-    obs, seen = torch.randint(0, 256, (2, 3, 1, 84, 84), dtype=torch.uint8), []
+    obs, seen = torch.randint(0, 256, (3, 2, 1, 84, 84), dtype=torch.uint8), []
     agent.cell.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     agent.heads(obs, torch.zeros(2, 3, 6))
     torch.testing.assert_close(seen[0], features(agent, obs), rtol=1e-4, atol=1e-5)
@@ -178,33 +179,32 @@ def test_outputs_and_gradients_equal_those_of_a_loop_over_steps(cell, memory):
     dones = torch.tensor([[0, 1, 0], [0, 1, 0], [1, 1, 0], [0, 1, 1]], dtype=torch.bool)
     batch = {"obs": torch.randint(0, 256, (4, 3, 1, 84, 84), dtype=torch.uint8).double(), "dones": dones,
              "actions": torch.randint(0, 5, (4, 3)), "memory": torch.randn(agent.num_states, 3, 7).double()}
-    assert_equals_a_loop(agent, batch, outputs_by_steps, memory)
+    assert_equals_a_loop(agent, time_first(batch), outputs_by_steps, memory)
 
 
 @pytest.mark.parametrize("cell, memory", CELL_AND_MEMORY)
 def test_rollouts_and_training_agree(cell, memory):
     """In a second rollout, in mid-game, with lost lives and truncations: the ratio is 1 in the first minibatch."""
     agent, envs = make_agent(3, cell, memory), ppo.Envs("LstmShortNoFrameskip-v4", 3, 1)
-    start = ppo.rollout(agent, envs, 3, torch.zeros(agent.num_states, 3, 6))[7]
+    start = ppo.rollout(agent, envs, 3, torch.zeros(agent.num_states, 3, 6))[3]
     kept = start.clone()
-    result = ppo.rollout(agent, envs, 30, start)
-    batch, (_, actions, logprobs, values, _, terminations, truncations, after, episodes) = batch_of(
-        result, start), result
-    assert batch["obs"].dtype == torch.uint8 and batch["obs"].shape == (30, 3, 1, 84, 84)
-    assert terminations.sum() > 6 and truncations.sum() == len(episodes) > 3 and (start != 0).any() == memory
-    assert torch.equal(start, kept)
+    arrays, _, terminations, after, episodes = ppo.rollout(agent, envs, 30, start)
+    batch, obs, dones = time_first(arrays), torch.from_numpy(arrays["obs"]), arrays["dones"]
+    assert obs.dtype == torch.uint8 and obs.shape == (30, 3, 1, 84, 84)
+    assert terminations.sum() > 6 and (dones & ~terminations).sum() == len(episodes) > 3
+    assert arrays["memory"] is start and torch.equal(start, kept) and (start != 0).any() == memory
     with torch.no_grad():
-        for new_logprobs, _, new_values in (agent(batch), outputs_by_steps(agent, batch)):
-            torch.testing.assert_close(torch.from_numpy(logprobs), new_logprobs, rtol=1e-4, atol=2e-5)
-            torch.testing.assert_close(torch.from_numpy(values), new_values, rtol=1e-4, atol=2e-5)
-        states = memories_by_steps(agent, features(agent, batch["obs"]), start, batch["dones"])
+        for logprobs, _, values in (agent(batch), outputs_by_steps(agent, batch)):
+            torch.testing.assert_close(batch["logprobs"], logprobs, rtol=1e-4, atol=2e-5)
+            torch.testing.assert_close(batch["values"], values, rtol=1e-4, atol=2e-5)
+        states = memories_by_steps(agent, features(agent, obs), start, dones)
     for step, i, *_, final_obs, final_memory in episodes:
         assert final_obs.shape == (1, 84, 84)
         torch.testing.assert_close(final_memory, states[step, i] * memory, rtol=1e-4, atol=2e-5)
-    states[-1][batch["dones"][-1]] = 0.0
+    states[-1][dones[-1]] = 0.0
     torch.testing.assert_close(after, states[-1].transpose(0, 1) * memory, rtol=1e-4, atol=2e-5)
-    assert np.ptp(logprobs) > 0.1 and np.ptp(values) > 0.1
-    assert len({tuple(x) for x in actions.tolist()}) > 10
+    assert np.ptp(arrays["logprobs"]) > 0.1 and np.ptp(arrays["values"]) > 0.1
+    assert len({tuple(x) for x in arrays["actions"].tolist()}) > 10
 
 
 @pytest.mark.parametrize("env_id, kinds", [("LstmShortNoFrameskip-v4", {"life", "truncation"}),
@@ -223,10 +223,11 @@ def test_l3_memory_is_zero_after_a_lost_life_and_a_game(monkeypatch, env_id, kin
     monkeypatch.setattr(ppo.Envs, "step", spy)
     for _ in range(40):
         before = [(len(env.ale.games), env.ale.left) for env in envs.envs]
-        *_, terminations, truncations, memory, episodes = ppo.rollout(agent, envs, 1, memory)
+        arrays, _, terminations, memory, episodes = ppo.rollout(agent, envs, 1, memory)
         lost = [(len(env.ale.games), env.ale.left) != x for env, x in zip(envs.envs, before)]
         assert (memory != 0).all(2).all(0).tolist() == [not x for x in lost]
-        assert (memory == 0).all(2).all(0).tolist() == (terminations | truncations)[0].tolist() == lost
+        assert (memory == 0).all(2).all(0).tolist() == arrays["dones"][0].tolist() == lost
+        assert terminations[0].tolist() == [any(x[0] == i and x[3] != "truncation" for x in ended) for i in range(3)]
         assert [x[1] for x in episodes] == [x[0] for x in ended if x[3] != "life"]
         seen |= {x[3] for x in ended}
     assert seen == kinds
@@ -254,15 +255,15 @@ def test_a_run_bootstraps_with_the_memory_of_the_final_observation(run_script, f
                         "--learning-rate", "1e-12", *flags)
     finals = assert_bootstraps_and_agrees(module, lambda obs: features(module.agent, obs))
     assert module.terminations.any() and len(finals) > 2
-    assert not (module.truncations | module.terminations)[-1].all()
-    assert module.truncations[-1].any() or "--seed" not in flags
+    assert not module.dones[-1].all()
+    assert (module.dones & ~module.terminations)[-1].any() or "--seed" not in flags
 
 
 def test_l2_l5_memory_starts_at_zero_and_goes_on_into_the_next_rollout(run_script):
     modules = [run_script(ppo.__file__, *RUN[:-1], n, "--env-id", "LstmLivesNoFrameskip-v4", "--total-timesteps", n,
                           "--no-anneal-lr") for n in ("64", "128")]
     assert not modules[0].batch["memory"].any() and modules[0].memory.any()
-    assert torch.equal(modules[1].batch["memory"], modules[0].memory)
+    assert torch.equal(modules[1].batch["memory"].transpose(0, 1), modules[0].memory)
 
 
 KEPT_OVER_LIVES = {"over lives": lambda ended: not [record for record in ended if record[3] != "life"]}
@@ -398,7 +399,7 @@ def test_a_run_leaves_its_weights_a_video_with_bars_and_its_number_of_threads(ru
 
 @pytest.mark.parametrize("script", [ppo_atari, ppo], ids=lambda script: script.__name__)
 def test_the_bars_of_the_evaluation_are_the_policys_probabilities(script, monkeypatch):
-    agent = script.Agent(3, script.Args(hidden_size=6)) if script is ppo else script.Agent(3)
+    agent = script.Agent(3, script.Args(hidden_size=6)) if script is ppo else script.Agent(3, script.Args())
     agent.actor.weight.data = torch.randn_like(agent.actor.weight)
     heads, step, seen = agent.heads, script.Envs.step, []
 

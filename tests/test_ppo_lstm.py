@@ -89,14 +89,20 @@ def memories_by_steps(agent, x, memory, dones):
     return torch.stack(rows, 1)
 
 
+def time_first(batch):
+    """A batch whose first dimension is environments as one whose first is steps (of memory: states), and back."""
+    return {name: torch.as_tensor(x).transpose(0, 1) for name, x in batch.items()}
+
+
 def outputs_by_steps(agent, batch):
     """What agent(batch) must give, by nn.LSTMCell or its like and torch.distributions."""
+    batch = time_first(batch)
     obs, masks = batch["obs"].split(agent.sizes, 2)
     hidden = memories_by_steps(agent, agent.network(obs), batch["memory"], batch["dones"])[:, :, 0]
     weights = (agent.actor(hidden).exp() * masks.detach()).split(agent.nvec, 2)
     parts = [Categorical(probs=weight) for weight in weights]
     logprobs = sum(part.log_prob(a) for part, a in zip(parts, batch["actions"].unbind(2)))
-    return logprobs, sum(part.entropy() for part in parts), agent.critic(hidden).squeeze(2)
+    return [x.T for x in (logprobs, sum(part.entropy() for part in parts), agent.critic(hidden).squeeze(2))]
 
 
 def ends_of_all_kinds(num_steps):
@@ -110,22 +116,16 @@ def ends_of_all_kinds(num_steps):
 
 
 def random_batch(agent, dones):
-    """A batch of random observations, masks, allowed actions and memory, in double precision."""
+    """A batch of random observations, masks, allowed actions and memory, in double precision; dones (num_steps, n)."""
     shape, (obs_dim, num_logits) = dones.shape, agent.sizes
     masks, first = (torch.rand(*shape, num_logits) < 0.6).double(), np.cumsum([0, *agent.nvec[:-1]])
     masks[..., first] = 1.0
     actions = [Categorical(probs=mask).sample() for mask in masks.split(agent.nvec, 2)]
     logprobs = -torch.rand(shape).double() - 1
-    return {"obs": torch.cat((torch.randn(*shape, obs_dim).double(), masks), 2), "actions": torch.stack(actions, 2),
-            "dones": dones, "memory": torch.randn(agent.num_states, shape[1], agent.cell.hidden_size).double(),
-            "logprobs": logprobs} | {name: torch.randn(shape).double() for name in ("values", "advantages", "returns")}
-
-
-def batch_of(rollout, memory):
-    """What the agent takes for training, from a rollout that started with memory."""
-    obs, actions, _, _, _, terminations, truncations, *_ = rollout
-    return {"obs": torch.from_numpy(obs), "actions": torch.from_numpy(actions), "memory": memory,
-            "dones": torch.from_numpy(terminations | truncations)}
+    batch = {"obs": torch.cat((torch.randn(*shape, obs_dim).double(), masks), 2), "actions": torch.stack(actions, 2),
+             "dones": dones, "memory": torch.randn(agent.num_states, shape[1], agent.cell.hidden_size).double(),
+             "logprobs": logprobs} | {name: torch.randn(shape).double() for name in ("values", "advantages", "returns")}
+    return time_first(batch)
 
 
 def test_defaults_are_those_of_ppo_and_the_details():
@@ -184,11 +184,11 @@ def test_outputs_and_gradients_equal_those_of_a_loop_over_steps(cell, memory):
 def test_training_calls_the_core_once_for_each_stretch_in_which_no_episode_ends(script, memory, lengths):
     args, called = script.Args(hidden_size=6, memory=memory), []
     agent = script.Agent(3, [4], args) if script is ppo else script.Agent(4, args)
-    agent.cell.register_forward_pre_hook(lambda _, inputs: called.append(len(inputs[0])))
-    dones = torch.zeros(9, 2, dtype=torch.bool)
-    dones[2, 0] = dones[5, 1] = dones[8, 0] = True
-    obs = torch.zeros(9, 2, 7) if script is ppo else torch.zeros(9, 2, 1, 84, 84, dtype=torch.uint8)
-    agent({"obs": obs, "actions": torch.zeros(9, 2, 1, dtype=int)[(...,) if script is ppo else (..., 0)],
+    agent.cell.register_forward_pre_hook(lambda _, inputs: called.append(inputs[0].shape[1]))
+    dones = torch.zeros(2, 9, dtype=torch.bool)
+    dones[0, 2] = dones[1, 5] = dones[0, 8] = True
+    obs = torch.zeros(2, 9, 7) if script is ppo else torch.zeros(2, 9, 1, 84, 84, dtype=torch.uint8)
+    agent({"obs": obs, "actions": torch.zeros(2, 9, 1, dtype=int)[(...,) if script is ppo else (..., 0)],
            "dones": dones, "memory": torch.zeros(2, 2, 6)})
     assert called == lengths
 
@@ -202,11 +202,11 @@ def test_the_cores_weights_stay_in_the_flat_tensor(script, monkeypatch):
     monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flattened.append)
     views = params.split([p.numel() for p in agent.parameters()])
     views = {name: view.view(p.shape) for (name, p), view in zip(agent.named_parameters(), views)}
-    obs = torch.zeros(2, 1, 7) if script is ppo else torch.zeros(2, 1, 1, 84, 84, dtype=torch.uint8)
-    batch = {"obs": obs, "actions": torch.zeros(2, 1, 1, dtype=int)[(...,) if script is ppo else (..., 0)],
-             "dones": torch.zeros(2, 1, dtype=bool), "memory": torch.zeros(2, 1, 6)}
+    obs = torch.zeros(1, 2, 7) if script is ppo else torch.zeros(1, 2, 1, 84, 84, dtype=torch.uint8)
+    batch = {"obs": obs, "actions": torch.zeros(1, 2, 1, dtype=int)[(...,) if script is ppo else (..., 0)],
+             "dones": torch.zeros(1, 2, dtype=bool), "memory": torch.zeros(1, 2, 6)}
     torch.func.functional_call(agent, views, (batch,))
-    agent.step(obs[0].numpy(), batch["memory"])
+    agent.step(obs[:, 0].numpy(), torch.zeros(2, 1, 6))
     assert not flattened
 
 
@@ -228,10 +228,10 @@ def test_outputs_depend_on_their_own_episode_and_its_past_alone(cell, memory):
             expected = torch.zeros(6, 3, dtype=torch.bool)
             expected[first : step + 1, i] = True
             for output in (logprobs, values):
-                in_obs, in_memory = torch.autograd.grad(output[step, i], [batch["obs"], batch["memory"]],
+                in_obs, in_memory = torch.autograd.grad(output[i, step], [batch["obs"], batch["memory"]],
                                                         retain_graph=True, allow_unused=True, materialize_grads=True)
-                assert torch.equal((in_obs[..., :3] != 0).any(2), expected)
-                assert torch.equal((in_memory != 0).all(2), torch.arange(3).expand(agent.num_states, 3) == (
+                assert torch.equal((in_obs[..., :3] != 0).any(2), expected.T)
+                assert torch.equal((in_memory != 0).all(2).T, torch.arange(3).expand(agent.num_states, 3) == (
                     -1 if ends or not memory else i))
 
 
@@ -242,21 +242,24 @@ def test_rollouts_and_training_agree(cell, memory, env_id):
     truncations: the ratio is 1 in the first minibatch."""
     envs = ppo.Envs(env_id, 5, 1)
     agent = make_agent(envs, cell, memory)
-    start = ppo.rollout(agent, envs, 7, torch.zeros(agent.num_states, 5, 7))[7]
+    start = ppo.rollout(agent, envs, 7, torch.zeros(agent.num_states, 5, 7))[3]
     kept = start.clone()
-    result = ppo.rollout(agent, envs, 40, start)
-    batch, (_, _, logprobs, values, _, terminations, truncations, memory_after, _) = batch_of(result, start), result
-    assert terminations.any() and truncations.any() and torch.equal(start, kept) and (start != 0).any() == memory
+    arrays, _, terminations, memory_after, episodes = ppo.rollout(agent, envs, 40, start)
+    batch, obs, dones = time_first(arrays), torch.from_numpy(arrays["obs"]), arrays["dones"]
+    assert arrays["memory"] is start and torch.equal(start, kept) and (start != 0).any() == memory
+    assert terminations.any() and sorted(zip(*dones.nonzero())) == [(step, i) for step, i, *_ in episodes]
+    assert {(step, i): ended_by == "termination" for step, i, *_, ended_by, _, _ in episodes} == {
+        (step, i): terminations[step, i] for step, i in zip(*dones.nonzero())} and (dones & ~terminations).any()
     with torch.no_grad():
-        for new_logprobs, _, new_values in (agent(batch), outputs_by_steps(agent, batch)):
-            torch.testing.assert_close(torch.from_numpy(logprobs), new_logprobs, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(torch.from_numpy(values), new_values, rtol=1e-5, atol=1e-5)
-        last = memories_by_steps(agent, agent.network(batch["obs"][..., :3]), start, batch["dones"])[-1]
-    last[batch["dones"][-1]] = 0.0
+        for logprobs, _, values in (agent(batch), outputs_by_steps(agent, batch)):
+            torch.testing.assert_close(batch["logprobs"], logprobs, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(batch["values"], values, rtol=1e-5, atol=1e-5)
+        last = memories_by_steps(agent, agent.network(obs[..., :3]), start, dones)[-1]
+    last[dones[-1]] = 0.0
     torch.testing.assert_close(memory_after, last.transpose(0, 1) * memory, rtol=1e-5, atol=1e-5)
     if not memory:  # then each step is by itself
         batch["dones"] = torch.ones_like(batch["dones"])
-        torch.testing.assert_close(torch.from_numpy(values), outputs_by_steps(agent, batch)[2], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(batch["values"], outputs_by_steps(agent, batch)[2], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -291,13 +294,13 @@ def test_environments_do_not_see_each_others_memory():
         memory = torch.full((2, 3, 7), 0.1)
         memory[:, 1] += other
         results.append(ppo.rollout(agent, envs, 30, memory))
-    (_, _, logprobs, values, _, terminations, truncations, after, _) = results[0]
-    end = int((terminations | truncations)[:, 1].argmax())
+    one, another = results[0][0], results[1][0]
+    end = int(one["dones"][:, 1].argmax())
     assert 1 < end < 20
-    for one, another in ((logprobs, results[1][2]), (values, results[1][3])):
-        same = one == another
+    for name in ("logprobs", "values"):
+        same = one[name] == another[name]
         assert not same[: end + 1, 1].any() and same[end + 1 :, 1].all() and same[:, [0, 2]].all()
-    assert torch.equal(after, results[1][7])
+    assert torch.equal(results[0][3], results[1][3])
 
 
 @pytest.mark.parametrize("env_id", SPACES)
@@ -308,7 +311,8 @@ def test_rollouts_keep_to_the_masks_and_sample_the_policy(env_id):
     agent.actor.weight.data.zero_()
     shares = np.arange(1, envs.nvec[0] + 1) / sum(range(1, envs.nvec[0] + 1))
     agent.actor.bias.data[: envs.nvec[0]] = torch.tensor(shares).log()
-    obs, actions, logprobs, *_ = ppo.rollout(agent, envs, 500, torch.zeros(2, 4, 4))
+    arrays = ppo.rollout(agent, envs, 500, torch.zeros(2, 4, 4))[0]
+    obs, actions = arrays["obs"], arrays["actions"]
     for i, env in enumerate(envs.envs):
         assert np.array_equal(env.unwrapped.actions, actions[:, i])
     masks = np.split(obs[..., envs.obs_dim :], np.cumsum(envs.nvec)[:-1], 2)
@@ -338,10 +342,10 @@ def test_l4_minibatches_are_whole_environments_in_time_order(monkeypatch):
     """Each environment once an epoch, all of its steps and its own memory; another order in each epoch."""
     args = ppo.Args(num_envs=8, num_steps=5, num_minibatches=4, update_epochs=6)
     agent = make_agent(ppo.Envs("Multi-v0", 1, 1))
-    code = torch.arange(5)[:, None] + 10.0 * torch.arange(8)  # which step of which environment
-    batch = {"obs": torch.cat((code[..., None].expand(5, 8, 3), torch.ones(5, 8, 5)), 2),
-             "actions": torch.zeros(5, 8, 2, dtype=torch.int64), "dones": torch.rand(5, 8) < 0.2,
-             "memory": 10.0 * torch.arange(8)[:, None].expand(2, 8, 7)}
+    code = torch.arange(5) + 10.0 * torch.arange(8)[:, None]  # which step of which environment
+    batch = {"obs": torch.cat((code[..., None].expand(8, 5, 3), torch.ones(8, 5, 5)), 2),
+             "actions": torch.zeros(8, 5, 2, dtype=torch.int64), "dones": torch.rand(8, 5) < 0.2,
+             "memory": 10.0 * torch.arange(8)[:, None, None].expand(8, 2, 7)}
     batch |= {name: code.clone() for name in ("logprobs", "values", "advantages", "returns")}
     seen, ppo_loss = [], ppo.ppo_loss
 
@@ -351,13 +355,14 @@ def test_l4_minibatches_are_whole_environments_in_time_order(monkeypatch):
 
     monkeypatch.setattr(ppo, "ppo_loss", spy)
     params = flat(agent)
-    ppo.update(params, adam_state(params), agent, batch, torch.tensor(0.0), torch.tensor(0.2), args)
+    state = adam_state(params)
+    ppo.update(ppo.update_minibatches, params, state, agent, batch, torch.tensor(0.0), torch.tensor(0.2), args)
     orders = []
     for minibatch in seen:
-        rows = (minibatch["values"][0] / 10).long()
+        rows = (minibatch["values"][:, 0] / 10).long()
         assert minibatch.keys() == batch.keys() and len(rows) == 2
         for name, x in minibatch.items():
-            torch.testing.assert_close(x, batch[name].index_select(1, rows))
+            torch.testing.assert_close(x, batch[name].index_select(0, rows))
         orders.append(rows.tolist())
     epochs = [sum(orders[k : k + 4], []) for k in range(0, 24, 4)]
     assert len(orders) == 24 and all(sorted(epoch) == list(range(8)) for epoch in epochs)
@@ -375,17 +380,17 @@ def test_update_equals_the_arithmetic_of_pytorch(flags):
     args = ppo.Args(**sizes | flags)
     agent = make_agent(ppo.Envs("Multi-v0", 1, 1), args.cell, args.memory).double()
     batch, params, twin = random_batch(agent, ends_of_all_kinds(9)), flat(agent), copy.deepcopy(agent)
-    batch["logprobs"] = outputs_by_steps(agent, batch)[0].detach() + 0.2 * torch.randn(9, 8).double()
-    lr, clip, metrics, clipped = 1e-2, 0.15, [], []
+    batch["logprobs"] = outputs_by_steps(agent, batch)[0].detach() + 0.2 * torch.randn(8, 9).double()
+    lr, clip, metrics, clipped, state = 1e-2, 0.15, [], [], adam_state(params)
     torch.manual_seed(3)
-    ours = ppo.update(params, adam_state(params), agent, batch, torch.tensor(lr), torch.tensor(clip), args)
+    ours = ppo.update(ppo.update_minibatches, params, state, agent, batch, torch.tensor(lr), torch.tensor(clip), args)
     torch.manual_seed(3)
     orders = [torch.randperm(8) for _ in range(3)]
     adam = torch.optim.Adam(twin.parameters(), lr=torch.tensor(lr).item(), eps=1e-5)
     clip = torch.tensor(clip).item()
     for order in orders:
         for rows in order.chunk(args.num_minibatches):
-            part = {name: x.index_select(1, rows) for name, x in batch.items()}
+            part = {name: x.index_select(0, rows) for name, x in batch.items()}
             logprobs, entropy, values = outputs_by_steps(twin, part)
             logratio, advantages = logprobs - part["logprobs"], part["advantages"]
             if args.norm_adv:
@@ -426,7 +431,8 @@ def test_target_kl_ends_the_update_after_the_epoch_that_exceeds_it(monkeypatch):
         calls.clear()
         args.target_kl, params = target_kl, flat(agent)
         state = adam_state(params)
-        metrics = ppo.update(params, state, agent, batch, torch.tensor(3e-3), torch.tensor(0.2), args)
+        rates = torch.tensor(3e-3), torch.tensor(0.2)
+        metrics = ppo.update(ppo.update_minibatches, params, state, agent, batch, *rates, args)
         torch.testing.assert_close(metrics, torch.stack(calls).mean(0))
         assert state["step"] == len(calls)
         return len(calls)
@@ -446,11 +452,13 @@ def assert_bootstraps_and_agrees(module, network, gamma=0.99, gae_lambda=0.95):
     """The batch of a run's last iteration, at a learning rate so low that the agent hasn't changed: log-probabilities
     and values are those of training, the advantages quadratic sums whose bootstrap values are of the final observation
     after the memory before the reset, both step by step. network: observations (m, n, ...) -> the core's inputs."""
-    agent, batch, args, dones = module.agent, module.batch, module.args, module.batch["dones"]
+    agent, batch, args, dones = module.agent, time_first(module.batch), module.args, torch.from_numpy(module.dones)
+    truncations = module.dones & ~module.terminations
+    assert torch.equal(batch["dones"], dones)
     with torch.no_grad():
-        logprobs, _, values = agent(batch)
-        torch.testing.assert_close(batch["logprobs"], logprobs, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(batch["values"], values, rtol=1e-5, atol=1e-5)
+        logprobs, _, values = agent(module.batch)
+        torch.testing.assert_close(batch["logprobs"], logprobs.T, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(batch["values"], values.T, rtol=1e-5, atol=1e-5)
         after = memories_by_steps(agent, network(batch["obs"]), batch["memory"], dones) * agent.keeps_memory
         torch.testing.assert_close(module.memory.transpose(0, 1), torch.where(dones[-1, :, None, None], 0.0, after[-1]))
 
@@ -459,7 +467,7 @@ def assert_bootstraps_and_agrees(module, network, gamma=0.99, gae_lambda=0.95):
             return agent.critic(memories_by_steps(agent, x, memory[:, None], None)[0, 0, 0]).item()
 
         finals = {(step, i): (value(obs, after[step, i]), value(obs, 0 * after[step, i]))
-                  for step, i, *_, obs, _ in module.episodes if module.truncations[step, i]}
+                  for step, i, *_, obs, _ in module.episodes if truncations[step, i]}
         last = [value(obs, memory) for obs, memory in zip(module.envs.obs, after[-1])]
     if agent.keeps_memory:  # else the test could not tell a forgotten memory
         assert all(abs(right - wrong) > 2e-4 for right, wrong in finals.values())
@@ -467,14 +475,14 @@ def assert_bootstraps_and_agrees(module, network, gamma=0.99, gae_lambda=0.95):
         for step in range(args.num_steps):
             expected, weight = 0.0, 1.0
             for t in range(step, args.num_steps):
-                cut = module.terminations[t, i] or module.truncations[t, i] and not args.bootstrap_truncated
-                following = 0.0 if cut else finals[t, i][0] if module.truncations[t, i] else (
+                cut = module.terminations[t, i] or truncations[t, i] and not args.bootstrap_truncated
+                following = 0.0 if cut else finals[t, i][0] if truncations[t, i] else (
                     last[i] if t == args.num_steps - 1 else module.values[t + 1, i])
                 expected += weight * (module.rewards[t, i] + gamma * following - module.values[t, i])
                 weight *= gamma * gae_lambda
-                if module.terminations[t, i] or module.truncations[t, i]:
+                if dones[t, i]:
                     break
-            assert module.batch["advantages"][step, i] == pytest.approx(expected, abs=3e-5)
+            assert batch["advantages"][step, i] == pytest.approx(expected, abs=3e-5)
     torch.testing.assert_close(batch["returns"], batch["advantages"] + batch["values"])
     assert abs(module.metrics[ppo.METRICS.index("old_approx_kl")]) < 1e-6
     assert module.metrics[ppo.METRICS.index("clipfrac")] == 0
@@ -488,7 +496,7 @@ def test_a_run_bootstraps_with_the_memory_of_the_final_observation(run_script, f
     module = run_script(ppo.__file__, *RUN, "--total-timesteps", "320", "--learning-rate", "1e-12", "--seed", "16",
                         *flags)
     finals = assert_bootstraps_and_agrees(module, lambda obs: module.agent.network(obs[..., :3]))
-    last = module.truncations[-1], module.terminations[-1]
+    last = (module.dones & ~module.terminations)[-1], module.terminations[-1]
     assert last[0].any() and last[1].any() and not (last[0] | last[1]).all() and len(finals) > 2 + last[0].sum()
 
 
@@ -497,9 +505,9 @@ def test_l2_l5_memory_starts_at_zero_and_goes_on_into_the_next_rollout(run_scrip
     flags = [*RUN, "--no-anneal-lr", "--learning-rate", "0.01", "--cell", cell]
     first, second = [run_script(ppo.__file__, *flags, "--total-timesteps", str(n), "--run-name", str(n))
                      for n in (160, 320)]
-    assert first.batch["memory"].shape == (1 + (cell == "lstm"), 8, 16) and not first.batch["memory"].any()
-    assert torch.equal(second.batch["memory"], first.memory)
-    assert torch.equal((first.memory != 0).all(2).all(0), ~first.batch["dones"][-1]) and (first.memory != 0).any()
+    assert first.batch["memory"].shape == (8, 1 + (cell == "lstm"), 16) and not first.batch["memory"].any()
+    assert torch.equal(second.batch["memory"].transpose(0, 1), first.memory)
+    assert torch.equal((first.memory != 0).all(2).all(0), ~first.batch["dones"][:, -1]) and (first.memory != 0).any()
     assert not first.memory.requires_grad and first.lr == pytest.approx(0.01)
 
 
