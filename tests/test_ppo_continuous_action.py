@@ -629,7 +629,7 @@ def test_x3_an_epoch_whose_mean_kl_is_past_the_target_is_the_last(target_kl, epo
 
     agent = ppo.Agent(3, 2)
     args = args_for(36, num_minibatches=6, update_epochs=5, target_kl=target_kl)
-    _, _, metrics = learn(agent, None, args, step_minibatches)
+    _, _, metrics = learn(agent, {"obs": torch.zeros(36, 3)}, args, step_minibatches)
     assert len(steps) == 3 * epochs
     expected = dict.fromkeys(ppo.METRICS, 7.0) | {"approx_kl": np.mean(steps)}
     assert dict(zip(ppo.METRICS, metrics.tolist())) == pytest.approx(expected, rel=1e-5)
