@@ -34,7 +34,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-FRAMES = 1  # that the network sees: the rest is in its memory
+FRAMES = 1  # that the network sees; more would take the stack of ppo_atari.py (A6)
 
 
 @dataclass
@@ -288,7 +288,7 @@ class Agent(nn.Module):
     def __init__(self, num_actions, args):
         super().__init__()
         self.keeps_memory, self.num_states, self.network = args.memory, 1 + (args.cell == "lstm"), nn.Sequential(
-            layer_init(nn.Conv2d(16 * FRAMES, 32, 2)), nn.ReLU(), layer_init(nn.Conv2d(32, 64, 4, 2)), nn.ReLU(),
+            layer_init(nn.Conv2d(16, 32, 2)), nn.ReLU(), layer_init(nn.Conv2d(32, 64, 4, 2)), nn.ReLU(),
             layer_init(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten(), layer_init(nn.Linear(3136, 512)), nn.ReLU())
         self.cell = getattr(nn, args.cell.upper())(512, args.hidden_size, batch_first=True)
         self.cell.flatten_parameters = lambda: None  # on a GPU it would take the weights out of the one flat tensor
@@ -364,7 +364,7 @@ def compute_advantages(rewards, values, next_values, terminations, dones, gamma,
 
 def ppo_loss(params, agent, batch, clip_coef, args):
     """PPO's loss on a minibatch: returns it and METRICS, float32 (6,). params: the parameters as one flat tensor;
-    batch: what the agent takes, and logprobs, advantages, returns, values (num_steps, n)."""
+    batch: what the agent takes, and logprobs, advantages, returns, values (n, num_steps)."""
     views = params.split([p.numel() for p in agent.parameters()])
     views = {name: view.view(p.shape) for (name, p), view in zip(agent.named_parameters(), views)}
     logprobs, entropy, values = torch.func.functional_call(agent, views, (batch,))

@@ -278,8 +278,8 @@ class Agent(nn.Module):
         return torch.cat(outputs, 1), memory
 
     def heads(self, obs, memory, dones=None):
-        """obs (n, num_steps, obs_dim + sum(nvec)), rows of Envs.obs -> logits (n, num_steps, sum(nvec)), values
-        (n, num_steps), memory. Masked actions have probability 0, https://arxiv.org/abs/2006.14171"""
+        """obs (n, num_steps, obs_dim + sum(nvec)), rows of Envs.obs -> log-probabilities (n, num_steps, sum(nvec)),
+        values (n, num_steps), memory. Masked actions have probability 0, https://arxiv.org/abs/2006.14171"""
         obs, masks = obs.split(self.sizes, 2)
         hidden, memory = self.recur(self.network(obs), memory, dones)
         logits = torch.where(masks > 0, self.actor(hidden), MASKED).split(self.nvec, 2)
@@ -339,7 +339,7 @@ def compute_advantages(rewards, values, next_values, terminations, dones, gamma,
 
 def ppo_loss(params, agent, batch, clip_coef, args):
     """PPO's loss on a minibatch: returns it and METRICS, float32 (6,). params: the parameters as one flat tensor;
-    batch: what the agent takes, and logprobs, advantages, returns, values (num_steps, n)."""
+    batch: what the agent takes, and logprobs, advantages, returns, values (n, num_steps)."""
     views = params.split([p.numel() for p in agent.parameters()])
     views = {name: view.view(p.shape) for (name, p), view in zip(agent.named_parameters(), views)}
     logprobs, entropy, values = torch.func.functional_call(agent, views, (batch,))

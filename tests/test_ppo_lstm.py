@@ -194,20 +194,22 @@ def test_training_calls_the_core_once_for_each_stretch_in_which_no_episode_ends(
 
 
 @pytest.mark.parametrize("script", [ppo, ppo_atari_lstm], ids=lambda script: script.__name__)
-def test_the_cores_weights_stay_in_the_flat_tensor(script, monkeypatch):
-    """cuDNN's flattening, which a CPU doesn't do, would move them out at the first step after an update."""
+def test_cudnn_has_what_a_cpu_does_not_need(script, monkeypatch):
+    """Its flattening would move the core's weights out of the flat tensor at the first step after an update. And it
+    takes contiguous states only, of a minibatch of several environments too."""
     args = script.Args(hidden_size=6)
     agent = script.Agent(3, [4], args) if script is ppo else script.Agent(4, args)
-    params, flattened = flat(agent), []
+    params, flattened, contiguous = flat(agent), [], []
     monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flattened.append)
+    agent.cell.register_forward_pre_hook(lambda _, inputs: contiguous.extend(x.is_contiguous() for x in inputs[1]))
     views = params.split([p.numel() for p in agent.parameters()])
     views = {name: view.view(p.shape) for (name, p), view in zip(agent.named_parameters(), views)}
-    obs = torch.zeros(1, 2, 7) if script is ppo else torch.zeros(1, 2, 1, 84, 84, dtype=torch.uint8)
-    batch = {"obs": obs, "actions": torch.zeros(1, 2, 1, dtype=int)[(...,) if script is ppo else (..., 0)],
-             "dones": torch.zeros(1, 2, dtype=bool), "memory": torch.zeros(1, 2, 6)}
+    obs = torch.zeros(3, 2, 7) if script is ppo else torch.zeros(3, 2, 1, 84, 84, dtype=torch.uint8)
+    batch = {"obs": obs, "actions": torch.zeros(3, 2, 1, dtype=int)[(...,) if script is ppo else (..., 0)],
+             "dones": torch.tensor([[False, False], [True, False], [False, True]]), "memory": torch.zeros(3, 2, 6)}
     torch.func.functional_call(agent, views, (batch,))
-    agent.step(obs[:, 0].numpy(), torch.zeros(2, 1, 6))
-    assert not flattened
+    agent.step(obs[:, 0].numpy(), torch.zeros(2, 3, 6))
+    assert not flattened and contiguous == 6 * [True]
 
 
 @pytest.mark.parametrize("cell, memory", CELL_AND_MEMORY)
