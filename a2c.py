@@ -517,7 +517,7 @@ if __name__ == "__main__":
                  "Try a lower --learning-rate, or look for NaN in the environment's rewards and observations", code=1)
 
         iteration += 1
-        for step, i, episode_return, length, ended_by, _ in episodes:
+        for step, i, episode_return, length, ended_by, *_ in episodes:
             step, wall_seconds = global_step + (step + 1) * args.num_envs, time.time() - start_time
             episodes_file.write(f"{step},{wall_seconds:.2f},{i},{episode_return!r},{length},{ended_by}\n")
             writer.add_scalar("charts/episodic_return", episode_return, step)

@@ -561,7 +561,7 @@ if __name__ == "__main__":
             kl_coef, adapted_lr = adapt(kl_coef, adapted_lr, (logratio.exp() - 1 - logratio).mean().item(), args)
 
         iteration += 1
-        for step, i, episode_return, length, ended_by, _ in episodes:
+        for step, i, episode_return, length, ended_by, *_ in episodes:
             step, wall_seconds = global_step + (step + 1) * args.num_envs, time.time() - start_time
             episodes_file.write(f"{step},{wall_seconds:.2f},{i},{episode_return!r},{length},{ended_by}\n")
             writer.add_scalar("charts/episodic_return", episode_return, step)
