@@ -371,7 +371,7 @@ def update_minibatches(params, optimizer, agent, batch, indices, lr, clip_coef, 
         minibatch, leaf = {name: x[row] for name, x in batch.items()}, params.detach().requires_grad_()
         loss, metrics = ppo_loss(leaf, agent, minibatch, clip_coef, args)
         grads = torch.autograd.grad(loss, leaf)[0]
-        grads = grads * torch.clamp(args.max_grad_norm / (grads.norm() + 1e-6), max=1.0)  # G8: of all that is flat
+        grads = grads * torch.clamp(args.max_grad_norm / (grads.norm() + 1e-6), max=1.0)  # G8: the norm of them all
         adam([params], [grads], [optimizer["exp_avg"]], [optimizer["exp_avg_sq"]], [], [optimizer["step"]], lr=lr,
              eps=1e-5, beta1=0.9, beta2=0.999, weight_decay=0.0, amsgrad=False, maximize=False, fused=not compiling)
         total = total + metrics

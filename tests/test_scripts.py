@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(ROOT.glob("*.py"))
 # Definitions that differ between scripts, and flags that differ in default or help text: how many texts there are of
-# each, and the reason; statements of the main block go by their first line
+# each, and the reason; statements of the main block go by their first line. RunArgs and AlgorithmArgs are compared flag
+# by flag: a script has those that its algorithm takes (compile: where something is compiled)
 DIFFERENT = {
     "METRICS": (3, "what is learned"),
     "RunArgs.checkpoint_interval": (3, "short iterations; steps where there are no iterations"),
