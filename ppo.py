@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from dataclasses import asdict, dataclass, fields, make_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -35,8 +35,8 @@ MASKED = -1e8  # logit of an action that the environment doesn't allow: its prob
 
 
 @dataclass
-class RunArgs:  # the comment beside a flag is its --help text
-    """How to run, record and go on"""
+class Args:
+    """All flags and their --help texts: how to run, record and go on; what is learned, and how."""
     exp_name: str = Path(__file__).stem  # name of the experiment, a part of the run's name
     run_name: str | None = None  # folder of the run under runs/; without it ENV__EXPERIMENT__SEED__UNIXTIME
     seed: int = 1  # seed of the networks, the action noise, the minibatches and the environments
@@ -55,10 +55,6 @@ class RunArgs:  # the comment beside a flag is its --help text
     resume: str | None = None  # folder of a run to go on with, exactly as if it had never stopped; it knows its flags
     evaluate: str | None = None  # folder of a run whose policy is played, without training; it knows its flags
 
-
-@dataclass
-class AlgorithmArgs:
-    """What is learned, and how"""
     env_id: str = "CartPole-v1"  # id of the Gymnasium environment
     total_timesteps: int = 500000  # steps of the run, all environments together
     learning_rate: float = 2.5e-4  # learning rate of Adam
@@ -82,10 +78,6 @@ class AlgorithmArgs:
     kl_target: float = 0.01  # KL of an iteration that --kl-penalty and --adaptive-lr aim at
     adaptive_lr: bool = False  # let the learning rate follow the KL of an iteration, instead of lowering it linearly
 
-
-@dataclass
-class Args(AlgorithmArgs, RunArgs):
-    """All flags, and the sizes that follow from them."""
     def __post_init__(self):
         self.batch_size = self.num_envs * self.num_steps
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
@@ -97,20 +89,12 @@ def fail(message, code=2):
     sys.exit(code)
 
 
-def read_flags(default):
-    """Command line -> Args; what is not given is as in default. RunArgs and AlgorithmArgs are the groups of --help."""
-    groups = [group(**{f.name: getattr(default, f.name) for f in fields(group)}) for group in (RunArgs, AlgorithmArgs)]
-    Form = make_dataclass("Form", [("run", RunArgs), ("algorithm", AlgorithmArgs)])
-    form = tyro.cli(tyro.conf.OmitArgPrefixes[Form], default=Form(*groups), description=__doc__.split("\n")[0])
-    return Args(**vars(form.run), **vars(form.algorithm))
-
-
 def parse_args():
     """Returns the flags and, for --resume and --evaluate, the run's checkpoint, whose flags they then are."""
-    args, checkpoint = read_flags(Args()), None
+    args, checkpoint = tyro.cli(Args, description=__doc__.split("\n")[0]), None
     if run := args.resume or args.evaluate:
         own = (checkpoint := load_checkpoint(Path(run)))["args"]
-        args = read_flags(replace(own, resume=args.resume, evaluate=args.evaluate))
+        args = tyro.cli(Args, default=replace(own, resume=args.resume, evaluate=args.evaluate))
         free = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval", "checkpoint_interval")
         if changed := [f"{k} = {v}" for k, v in asdict(own).items() if v != getattr(args, k) and k not in free]:
             fail(f"{run} was made with {', '.join(changed)}: give no other value, or start a new run")

@@ -13,12 +13,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(ROOT.glob("*.py"))
 # Definitions that differ between scripts, and flags that differ in default or help text: how many texts there are of
-# each, and the reason; statements of the main block go by their first line. RunArgs and AlgorithmArgs are compared flag
-# by flag: a script has those that its algorithm takes (compile: where something is compiled)
+# each, and the reason; statements of the main block go by their first line. Args is compared flag by flag: a script has
+# those that its algorithm takes (compile: where something is compiled)
 DIFFERENT = {
     "METRICS": (3, "what is learned"),
-    "RunArgs.checkpoint_interval": (3, "short iterations; steps where there are no iterations"),
-    "Args": (2, "whether sizes follow from the flags"),
+    "Args.checkpoint_interval": (3, "short iterations; steps where there are no iterations"),
     "Args.__post_init__": (2, "a rollout's size, where there are rollouts"),
     "parse_args": (6, "sizes that must divide, and flags that may change on resume"),
     "make_env": (3, "kinds of environments"),
@@ -40,18 +39,18 @@ DIFFERENT = {
     "ppo_loss": (3, "the penalty in the place of clipping; what the agent takes"),
     "rollout": (6, "the actor alone, all outputs of a shared trunk, whole episodes, or a memory to carry"),
     "evaluate": (6, "statistics to bring, probabilities to draw, a progress bar not to tear, a memory to carry"),
-    "AlgorithmArgs.env_id": (3, "default"),
-    "AlgorithmArgs.total_timesteps": (3, "default"),
-    "AlgorithmArgs.learning_rate": (4, "default, and whose rate it is"),
-    "AlgorithmArgs.num_envs": (3, "default"),
-    "AlgorithmArgs.num_steps": (3, "default"),
-    "AlgorithmArgs.num_minibatches": (2, "default"),
-    "AlgorithmArgs.update_epochs": (2, "default"),
-    "AlgorithmArgs.clip_coef": (2, "default"),
-    "AlgorithmArgs.gae_lambda": (2, "default"),
-    "AlgorithmArgs.norm_adv": (3, "default and help text: no minibatches"),
-    "AlgorithmArgs.ent_coef": (2, "default"),
-    "AlgorithmArgs.max_grad_norm": (2, "type, default and help text: two gradients, not clipped as a rule"),
+    "Args.env_id": (3, "default"),
+    "Args.total_timesteps": (3, "default"),
+    "Args.learning_rate": (4, "default, and whose rate it is"),
+    "Args.num_envs": (3, "default"),
+    "Args.num_steps": (3, "default"),
+    "Args.num_minibatches": (2, "default"),
+    "Args.update_epochs": (2, "default"),
+    "Args.clip_coef": (2, "default"),
+    "Args.gae_lambda": (2, "default"),
+    "Args.norm_adv": (3, "default and help text: no minibatches"),
+    "Args.ent_coef": (2, "default"),
+    "Args.max_grad_norm": (2, "type, default and help text: two gradients, not clipped as a rule"),
     'progress = {"iteration": 0, "wall_seconds": 0.0, "recent_returns": [], "wandb_id": None, "log_sizes": {},': (
         2, "steps are no multiple of iterations; adapted coefficients"),
     "if checkpoint:": (4, "statistics, a memory, a replay buffer"),
@@ -103,11 +102,11 @@ def without_default(flag):
 def test_shared_definitions_are_the_same_text(a, b):
     one, other = definitions(a.read_text()), definitions(b.read_text())
     shared = one.keys() & other.keys()
-    assert {"RunArgs.seed", "Args", "save_checkpoint", "fail"} <= shared
+    assert {"Args.seed", "Args", "save_checkpoint", "fail"} <= shared
     differing = {name for name in shared if one[name] != other[name]}
     assert differing <= DIFFERENT.keys(), f"{a.name} and {b.name} differ in {sorted(differing - DIFFERENT.keys())}"
     for name in differing:
-        if name.startswith("AlgorithmArgs.") and DIFFERENT[name][1] == "default" and name != "AlgorithmArgs.env_id":
+        if name.startswith("Args.") and DIFFERENT[name][1] == "default" and name != "Args.env_id":
             assert without_default(one[name]) == without_default(other[name]), f"{name}: name, type or help text"
 
 
@@ -126,7 +125,7 @@ def test_no_script_has_lost_a_statement_that_most_have():
     assert {script: sum(numbers[name] > 5 for name in names) for script, names in mains.items()} == COMMON
 
 
-@pytest.mark.parametrize("name", ["save_checkpoint", "RunArgs.seed", "Args.__post_init__", "METRICS", "fail"])
+@pytest.mark.parametrize("name", ["save_checkpoint", "Args.seed", "Args.__post_init__", "METRICS", "fail"])
 def test_one_character_less_is_a_difference(name):
     text = SCRIPTS[0].read_text()
     source = definitions(text)[name]
