@@ -56,7 +56,6 @@ class Args:
     eval_episodes: int = 10  # episodes of the evaluation: deterministic actions, own seeds, frozen normalisation
     resume: str | None = None  # folder of a run to go on with, exactly as if it had never stopped; it knows its flags
     evaluate: str | None = None  # folder of a run whose policy is played, without training; it knows its flags
-
     env_id: str = "CartPole-v1"  # id of the Gymnasium environment
     total_timesteps: int = 500000  # steps of the run, all environments together
     learning_rate: float = 7e-4  # learning rate of the optimizer
@@ -71,10 +70,6 @@ class Args:
     max_grad_norm: float = 0.5  # largest norm of the gradient, actor and critic together
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # which optimizer takes the step
     bootstrap_truncated: bool = True  # bootstrap from the last observation of an episode that a time limit cut
-
-    def __post_init__(self):
-        self.batch_size = self.num_envs * self.num_steps
-        self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
 
 
 def fail(message, code=2):
@@ -92,6 +87,8 @@ def parse_args():
         free = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval", "checkpoint_interval")
         if changed := [f"{k} = {v}" for k, v in asdict(own).items() if v != getattr(args, k) and k not in free]:
             fail(f"{run} was made with {', '.join(changed)}: give no other value, or start a new run")
+    args.batch_size = args.num_envs * args.num_steps
+    args.num_iterations = args.total_timesteps // max(args.batch_size, 1)
     positive = ("num_envs", "num_steps", "checkpoint_interval", "eval_episodes", "video_interval", "learning_rate",
                 "max_grad_norm")
     problems = [
@@ -404,7 +401,6 @@ if __name__ == "__main__":
     torch.backends.cudnn.deterministic = args.torch_deterministic
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
-
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
     if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
@@ -481,7 +477,6 @@ if __name__ == "__main__":
             break
         remaining = 1.0 - iteration / args.num_iterations
         lr = torch.tensor(args.learning_rate * (remaining if args.anneal_lr else 1.0), device=device)
-
         obs, actions, rewards, terminations, truncations, episodes = rollout(agent, envs, args.num_steps)
         batch = {k: torch.from_numpy(x).flatten(0, 1).to(device) for k, x in (("obs", obs), ("actions", actions))}
         final_obs = torch.from_numpy(np.stack([*envs.obs, *(episode[-1] for episode in episodes)])).to(device)
@@ -499,7 +494,6 @@ if __name__ == "__main__":
         if not (torch.isfinite(metrics).all() and torch.isfinite(params).all()):
             fail(f"iteration {iteration + 1}: the loss is not finite; {run_dir} keeps the last good checkpoint. "
                  "Try a lower --learning-rate, or look for NaN in the environment's rewards and observations", code=1)
-
         iteration += 1
         for step, i, episode_return, length, ended_by, *_ in episodes:
             step, wall_seconds = global_step + (step + 1) * args.num_envs, time.time() - start_time

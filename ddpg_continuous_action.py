@@ -54,7 +54,6 @@ class Args:
     eval_episodes: int = 10  # episodes of the evaluation: deterministic actions, own seeds, frozen normalisation
     resume: str | None = None  # folder of a run to go on with, exactly as if it had never stopped; it knows its flags
     evaluate: str | None = None  # folder of a run whose policy is played, without training; it knows its flags
-
     env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
     total_timesteps: int = 1000000  # steps of the run, all environments together
     learning_rate: float = 3e-4  # learning rate of Adam
@@ -79,9 +78,6 @@ class Args:
     norm_reward: bool = False  # divide the rewards by the running standard deviation of the discounted return
     eval_interval: int = 10000  # steps between evaluations
 
-    def __post_init__(self):
-        self.num_iterations = self.total_timesteps // max(self.num_envs, 1)
-
 
 def fail(message, code=2):
     """Ends the program with one sentence: code 2 for bad input, 1 for a run that failed."""
@@ -102,6 +98,7 @@ def parse_args():
                 "final_exploration_noise", "weight_decay")
     numbers = [(name, x) for name, x in asdict(args).items() if type(x) in (int, float)]
     wrong = [name for name, x in numbers if not (0 < x < math.inf or x == 0 and name in may_be_0)]
+    args.num_iterations = args.total_timesteps // max(args.num_envs, 1)
     problems = [
         (wrong, f"{', '.join(wrong)} must be above 0 and finite ({', '.join(may_be_0)} may be 0)"),
         (max(args.gamma, args.tau) > 1 or args.seed >= 2**32, "--gamma and --tau must be up to 1, --seed below 2**32"),
@@ -437,7 +434,6 @@ if __name__ == "__main__":
     torch.backends.cudnn.deterministic = args.torch_deterministic
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
-
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
     if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):

@@ -56,7 +56,6 @@ class Args:
     eval_episodes: int = 10  # episodes of the evaluation: deterministic actions, own seeds, frozen normalisation
     resume: str | None = None  # folder of a run to go on with, exactly as if it had never stopped; it knows its flags
     evaluate: str | None = None  # folder of a run whose policy is played, without training; it knows its flags
-
     env_id: str = "BreakoutNoFrameskip-v4"  # id of the Atari game: NAMENoFrameskip-v4 or ALE/NAME-v5
     total_timesteps: int = 10000000  # steps of the run, all environments together
     learning_rate: float = 2.5e-4  # learning rate of Adam
@@ -78,10 +77,6 @@ class Args:
     bootstrap_truncated: bool = True  # bootstrap from the last observation of an episode that a time limit cut
     amp: bool = False  # compute the network in bfloat16: faster, less exact
 
-    def __post_init__(self):
-        self.batch_size = self.num_envs * self.num_steps
-        self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-
 
 def fail(message, code=2):
     """Ends the program with one sentence: code 2 for bad input, 1 for a run that failed."""
@@ -98,15 +93,16 @@ def parse_args():
         free = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval", "checkpoint_interval")
         if changed := [f"{k} = {v}" for k, v in asdict(own).items() if v != getattr(args, k) and k not in free]:
             fail(f"{run} was made with {', '.join(changed)}: give no other value, or start a new run")
+    args.batch_size = args.num_envs * args.num_steps
+    args.num_iterations = args.total_timesteps // max(args.batch_size, 1)
     positive = ("num_envs", "num_steps", "num_minibatches", "update_epochs", "checkpoint_interval", "eval_episodes",
                 "video_interval", "learning_rate", "clip_coef", "max_grad_norm")
-    minibatch_size, rest = divmod(args.batch_size, max(args.num_minibatches, 1))
     problems = [
         (not all(getattr(args, name) > 0 for name in positive), f"{', '.join(positive)} must be above 0"),
         (not 0 <= args.seed < 2**32 or args.num_threads < 0, "--seed must be in 0 .. 2**32 - 1, --num-threads from 0"),
         (not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1), "--gamma and --gae-lambda must be from 0 to 1"),
-        (rest, f"a rollout, --num-envs x --num-steps = {args.batch_size}, must divide into --num-minibatches"),
-        (args.norm_adv and minibatch_size == 1, "a minibatch of one step has no standard deviation: --no-norm-adv"),
+        (args.batch_size % max(args.num_minibatches, 1), "--num-envs x --num-steps must divide into --num-minibatches"),
+        (args.norm_adv and args.batch_size == args.num_minibatches, "minibatches of one step need --no-norm-adv"),
         (args.num_iterations < 1, f"--total-timesteps is less than one rollout of {args.batch_size} steps"),
         (args.resume and args.evaluate or "" in (args.resume, args.evaluate), "give --resume or --evaluate a folder"),
         (args.run_name and os.path.dirname(os.path.abspath(args.run_name)) != os.getcwd(), "--run-name must be a name"),
@@ -213,49 +209,45 @@ class Envs:
         gray = cv2.cvtColor(np.maximum(*self.screens[i]), cv2.COLOR_RGB2GRAY)
         self.obs[i, -1] = cv2.resize(gray, (84, 84), interpolation=cv2.INTER_AREA)
 
-    def step_env(self, i, action):
-        """Steps game i with an action; obs[i] is what follows. Returns the reward and what ended, see step."""
-        episode, n = self.episode_counts[i], self.episode_lengths[i]  # n steps are in no video if the run was resumed
-        if i == 0 and self.video_dir and not self.video and episode % self.video_interval == 0:
-            self.video_dir.mkdir(parents=True, exist_ok=True)
-            path = self.video_dir / f"episode-{episode}{f'-from-step-{n}' if n else ''}.mp4"
-            self.video = imageio.get_writer(path, fps=15, macro_block_size=2)
-        if i == 0 and self.video:
-            self.video.append_data(draw(self.screens[i, 1], self.action_names, self.probabilities))
-        reward, lost, over = self.skip(i, action)
-        self.see(i)
-        return reward, over if over == "termination" else lost or over
-
-    def step(self, actions):
-        """Steps every game by actions, int (num_envs,). Returns the signs of the rewards (A7), float64 (num_envs,), and
+    def step(self, actions, games=slice(None)):
+        """Steps games, a slice of them, by actions, int (n,). Returns the signs of the rewards (A7), float32 (n,), and
         what ended, [(i, the game's return and length so far, "termination", "truncation" or "life", the observation
         that the reset has replaced)]. A game that ends in a reset follows as one more."""
-        rewards, ended, self.unseen = np.zeros(len(actions)), [], []
-        for i, action in enumerate(actions):
-            rewards[i], ended_by = self.step_env(i, action)
+        rewards, ended, self.unseen = [], [], []
+        for i, action in zip(range(len(self.envs))[games], actions):
+            episode, n = self.episode_counts[i], self.episode_lengths[i]
+            if i == 0 and self.video_dir and not self.video and episode % self.video_interval == 0:
+                self.video_dir.mkdir(parents=True, exist_ok=True)
+                path = self.video_dir / f"episode-{episode}{f'-from-step-{n}' if n else ''}.mp4"  # of a resumed run
+                self.video = imageio.get_writer(path, fps=15, macro_block_size=2)
+            if i == 0 and self.video:
+                self.video.append_data(draw(self.screens[i, 1], self.action_names, self.probabilities))
+            reward, lost, over = self.skip(i, action)
+            rewards.append(reward)
+            self.see(i)
             self.episode_lengths[i] += 1
-            if ended_by:
+            if ended_by := over if over == "termination" else lost or over:
                 ended += [(i, self.episode_returns.item(i), self.episode_lengths.item(i), ended_by, self.obs[i].copy())]
         for i, *_, ended_by, _ in ended:
             self.reset_env(i, ended_by)
-        return np.sign(rewards), ended + [(*game, self.obs[game[0]].copy()) for game in self.unseen]
+        return np.sign(np.float32(rewards)), ended + [(*game, self.obs[game[0]].copy()) for game in self.unseen]
 
-    def state(self):
-        """All that load_state needs, as tensors and plain Python values."""
-        games = [env.ale.cloneState(include_rng=True).__getstate__() for env in self.envs]
-        random = [env.np_random.bit_generator.state for env in self.envs]
-        return {name: torch.tensor(getattr(self, name)) for name in self.COUNTERS} | {"games": games, "random": random}
+    def state(self, games=slice(None)):
+        """All that load_state needs of games, a slice of them, as tensors and plain Python values."""
+        emulators = [env.ale.cloneState(include_rng=True).__getstate__() for env in self.envs[games]]
+        counters = {name: torch.tensor(getattr(self, name)[games]) for name in self.COUNTERS}
+        return counters | {"games": emulators, "random": [e.np_random.bit_generator.state for e in self.envs[games]]}
 
-    def load_state(self, state):
+    def load_state(self, state, games=slice(None)):
         """Goes on from a state()."""
         for name in self.COUNTERS:
-            getattr(self, name)[:] = state[name].numpy()
-        for i, env in enumerate(self.envs):
-            env.np_random.bit_generator.state = state["random"][i]
+            getattr(self, name)[games] = state[name].numpy()
+        for i, bits, random_state in zip(range(len(self.envs))[games], state["games"], state["random"]):
+            self.envs[i].np_random.bit_generator.state = random_state
             emulator = ale_py.ALEState.__new__(ale_py.ALEState)
-            emulator.__setstate__(state["games"][i])
-            env.ale.restoreState(emulator)
-            if env.ale.cloneState(include_rng=True).__getstate__() != state["games"][i]:
+            emulator.__setstate__(bits)
+            self.envs[i].ale.restoreState(emulator)
+            if self.envs[i].ale.cloneState(include_rng=True).__getstate__() != bits:
                 print(f"environment {i} can't be brought back to where it was: it starts a new episode")
                 self.reset_env(i)
 
@@ -293,24 +285,50 @@ class Agent(nn.Module):
         return [x.cpu().numpy() for x in self.heads(torch.from_numpy(obs).to(self.actor.bias.device))]
 
 
+def in_processes(play, envs):
+    """play(games) of all games: of a slice of them for each of PyTorch's threads, all but the first in processes forked
+    for it, where that can be. Returns the results joined: arrays (x, num_envs, ...), and the list that follows them."""
+    threads, n = torch.get_num_threads(), len(envs.envs)
+    parts = min(threads, n) if sys.platform == "linux" and not torch.cuda.is_initialized() else 1
+    first, *others = [slice(part * n // parts, (part + 1) * n // parts) for part in range(parts)]
+    workers = 0 if envs.video_dir else len(others)  # ffmpeg ends when no process has its input open, and is waited for
+    loader = torch.utils.data.DataLoader(
+        others, None, num_workers=workers, multiprocessing_context="fork" if workers else None,
+        worker_init_fn=lambda _: (os.setsid(), torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)),
+        collate_fn=lambda games: (*play(games), envs.state(games)))  # a worker gets no Ctrl-C, and dies with its parent
+    torch.set_num_threads(1 if others else threads)  # OpenMP's threads are not in a forked process
+    try:
+        children = iter(loader)
+        *arrays, episodes, states = zip((*play(first), None), *children)
+    except RuntimeError as error:
+        fail(f"a process that plays games has died ({error}): use fewer --num-threads, if memory was short", code=1)
+    torch.set_num_threads(threads)
+    for games, state in zip(others, states[1:]):
+        envs.load_state(state, games)
+    return *[np.concatenate(array, 1) for array in arrays], sorted(sum(episodes, []), key=lambda episode: episode[0])
+
+
 def rollout(agent, envs, num_steps):
     """Plays num_steps in each game (G10). Returns uint8 obs (num_steps, num_envs, FRAMES, 84, 84), of the first two
     dimensions int64 actions, float32 logprobs, values, rewards, bool terminations (lost lives too) and truncations, and
     the games that ended, [(step, i, return, length, ended_by, final_obs)], see Envs.step."""
-    shape, episodes = (num_steps, len(envs.envs)), []
-    obs, (rewards, logprobs, values) = np.zeros((*shape, FRAMES, 84, 84), np.uint8), np.zeros((3, *shape), np.float32)
-    terminations, truncations, actions = np.zeros(shape, bool), np.zeros(shape, bool), np.zeros(shape, int)
-    noise = -torch.empty(*shape, len(envs.action_names)).exponential_().log().numpy()
-    for step in range(num_steps):
-        obs[step] = envs.obs
-        logits, values[step] = agent.step(envs.obs)
-        actions[step] = (logits + noise[step]).argmax(1)  # Gumbel noise: a sample of the policy
-        logprobs[step] = np.take_along_axis(logits, actions[step, :, None], 1)[:, 0]
-        rewards[step], ended = envs.step(actions[step])
-        for i, *_, ended_by, _ in ended:
-            (truncations if ended_by == "truncation" else terminations)[step, i] = True
-        episodes += [(step, *episode) for episode in ended if episode[3] != "life"]
-    return obs, actions, logprobs, values, rewards, terminations, truncations, episodes
+    noise = -torch.empty(num_steps, len(envs.envs), len(envs.action_names)).exponential_().log().numpy()
+
+    def play(games):
+        steps, episodes = [], []
+        for step in range(num_steps):
+            obs = envs.obs[games].copy()
+            logits, values = agent.step(obs)
+            actions = (logits + noise[step, games]).argmax(1)  # Gumbel noise: a sample of the policy
+            logprobs = np.take_along_axis(logits, actions[:, None], 1)[:, 0]
+            rewards, ended = envs.step(actions, games)
+            terminations, truncations = np.zeros((2, len(obs)), bool)
+            for i, *_, ended_by, _ in ended:
+                (truncations if ended_by == "truncation" else terminations)[i - games.start] = True
+            episodes += [(step, *game) for game in ended if game[3] != "life"]
+            steps.append((obs, actions, logprobs, values, rewards, terminations, truncations))
+        return *[np.stack(arrays) for arrays in zip(*steps)], episodes
+    return in_processes(play, envs)
 
 
 def compute_advantages(rewards, values, next_values, terminations, dones, gamma, gae_lambda):
@@ -448,7 +466,6 @@ if __name__ == "__main__":
     torch.backends.cudnn.deterministic = args.torch_deterministic
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
-
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
     if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
@@ -524,7 +541,6 @@ if __name__ == "__main__":
         remaining = 1.0 - iteration / args.num_iterations
         lr = torch.tensor(args.learning_rate * (remaining if args.anneal_lr else 1.0), device=device)  # G6
         clip_coef = torch.tensor(args.clip_coef * (remaining if args.anneal_clip else 1.0), device=device)  # X1
-
         obs, actions, logprobs, values, *rest = rollout(agent, envs, args.num_steps)
         rewards, terminations, truncations, episodes = rest
         batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "values": values}
@@ -541,7 +557,6 @@ if __name__ == "__main__":
         if not (torch.isfinite(metrics).all() and torch.isfinite(params).all()):
             fail(f"iteration {iteration + 1}: the loss is not finite; {run_dir} keeps the last good checkpoint. "
                  "Try a lower --learning-rate, or look for NaN in the environment's rewards and observations", code=1)
-
         iteration += 1
         for step, i, episode_return, length, ended_by, *_ in episodes:
             step, wall_seconds = global_step + (step + 1) * args.num_envs, time.time() - start_time

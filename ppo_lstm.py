@@ -54,7 +54,6 @@ class Args:
     eval_episodes: int = 10  # episodes of the evaluation: deterministic actions, own seeds, frozen normalisation
     resume: str | None = None  # folder of a run to go on with, exactly as if it had never stopped; it knows its flags
     evaluate: str | None = None  # folder of a run whose policy is played, without training; it knows its flags
-
     env_id: str = "CartPole-v1"  # id of the Gymnasium environment
     total_timesteps: int = 500000  # steps of the run, all environments together
     learning_rate: float = 2.5e-4  # learning rate of Adam
@@ -78,10 +77,6 @@ class Args:
     hidden_size: int = 128  # units of the recurrent core
     memory: bool = True  # carry the core's state from step to step (--no-memory: the control experiment)
 
-    def __post_init__(self):
-        self.batch_size = self.num_envs * self.num_steps
-        self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-
 
 def fail(message, code=2):
     """Ends the program with one sentence: code 2 for bad input, 1 for a run that failed."""
@@ -98,15 +93,16 @@ def parse_args():
         free = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval", "checkpoint_interval")
         if changed := [f"{k} = {v}" for k, v in asdict(own).items() if v != getattr(args, k) and k not in free]:
             fail(f"{run} was made with {', '.join(changed)}: give no other value, or start a new run")
+    args.batch_size = args.num_envs * args.num_steps
+    args.num_iterations = args.total_timesteps // max(args.batch_size, 1)
     positive = ("num_envs", "num_steps", "num_minibatches", "update_epochs", "checkpoint_interval", "eval_episodes",
                 "video_interval", "learning_rate", "clip_coef", "max_grad_norm", "hidden_size")
-    minibatch_size, rest = args.batch_size // max(args.num_minibatches, 1), args.num_envs % max(args.num_minibatches, 1)
     problems = [
         (not all(getattr(args, name) > 0 for name in positive), f"{', '.join(positive)} must be above 0"),
         (not 0 <= args.seed < 2**32 or args.num_threads < 0, "--seed must be in 0 .. 2**32 - 1, --num-threads from 0"),
         (not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1), "--gamma and --gae-lambda must be from 0 to 1"),
-        (rest, "--num-envs must divide into --num-minibatches: a minibatch is made of whole environments"),
-        (args.norm_adv and minibatch_size == 1, "a minibatch of one step has no standard deviation: --no-norm-adv"),
+        (args.num_envs % max(args.num_minibatches, 1), "--num-envs must divide into --num-minibatches"),  # l4
+        (args.norm_adv and args.batch_size == args.num_minibatches, "minibatches of one step need --no-norm-adv"),
         (args.num_iterations < 1, f"--total-timesteps is less than one rollout of {args.batch_size} steps"),
         (args.resume and args.evaluate or "" in (args.resume, args.evaluate), "give --resume or --evaluate a folder"),
         (args.run_name and os.path.dirname(os.path.abspath(args.run_name)) != os.getcwd(), "--run-name must be a name"),
@@ -429,7 +425,6 @@ if __name__ == "__main__":
     torch.backends.cudnn.deterministic = args.torch_deterministic
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
-
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
     if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
@@ -508,7 +503,6 @@ if __name__ == "__main__":
         remaining = 1.0 - iteration / args.num_iterations
         lr = torch.tensor(args.learning_rate * (remaining if args.anneal_lr else 1.0), device=device)  # G6
         clip_coef = torch.tensor(args.clip_coef * (remaining if args.anneal_clip else 1.0), device=device)  # X1
-
         batch, rewards, terminations, memory, episodes = rollout(agent, envs, args.num_steps, memory)
         values, dones = batch["values"], batch["dones"]
         batch = {k: torch.as_tensor(x, device=device).transpose(0, 1) for k, x in batch.items()}  # of environments, l4
@@ -524,7 +518,6 @@ if __name__ == "__main__":
         if not (torch.isfinite(metrics).all() and torch.isfinite(params).all()):
             fail(f"iteration {iteration + 1}: the loss is not finite; {run_dir} keeps the last good checkpoint. "
                  "Try a lower --learning-rate, or look for NaN in the environment's rewards and observations", code=1)
-
         iteration += 1
         for step, i, episode_return, length, ended_by, *_ in episodes:
             step, wall_seconds = global_step + (step + 1) * args.num_envs, time.time() - start_time

@@ -55,7 +55,6 @@ class Args:
     eval_episodes: int = 10  # episodes of the evaluation: deterministic actions, own seeds, frozen normalisation
     resume: str | None = None  # folder of a run to go on with, exactly as if it had never stopped; it knows its flags
     evaluate: str | None = None  # folder of a run whose policy is played, without training; it knows its flags
-
     env_id: str = "CartPole-v1"  # id of the Gymnasium environment
     total_timesteps: int = 500000  # steps of the run, all environments together
     learning_rate: float = 2.5e-3  # learning rate of Adam
@@ -374,7 +373,6 @@ if __name__ == "__main__":
     torch.backends.cudnn.deterministic = args.torch_deterministic
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
-
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
     if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
@@ -452,7 +450,6 @@ if __name__ == "__main__":
             break
         remaining = 1.0 - global_step / args.total_timesteps
         lr = torch.tensor(args.learning_rate * (remaining if args.anneal_lr else 1.0), device=device)
-
         obs, actions, rewards, episodes = rollout(agent, envs)
         batch = {"obs": torch.from_numpy(obs).to(device), "actions": torch.from_numpy(actions).to(device)}
         final_obs = torch.from_numpy(np.stack([episode[-1] for episode in episodes])).to(device)
@@ -475,7 +472,6 @@ if __name__ == "__main__":
         if not (torch.isfinite(metrics).all() and torch.isfinite(params).all()):
             fail(f"iteration {iteration + 1}: the loss is not finite; {run_dir} keeps the last good checkpoint. "
                  "Try a lower --learning-rate, or look for NaN in the environment's rewards and observations", code=1)
-
         iteration += 1
         for step, i, episode_return, length, ended_by, _ in sorted(episodes):
             step, wall_seconds = global_step + step, time.time() - start_time

@@ -2,9 +2,12 @@
 to A10), its network, and whole runs. What it shares with ppo_continuous_action.py is tested there."""
 
 import math
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,6 +26,7 @@ import ppo_atari as ppo
 SCRIPT = Path(ppo.__file__)
 SMALL = ("--num-envs", "2", "--num-steps", "16", "--num-minibatches", "2", "--update-epochs", "2", "--no-compile",
          "--num-threads", "1", "--eval-episodes", "1")
+IN_TWO = (*SMALL[:-4], "--num-threads", "2", "--eval-episodes", "1")
 
 
 class FakeALE:
@@ -418,6 +422,92 @@ def test_the_observation_that_ends_a_game_shows_its_last_frame_or_the_fourth_and
     np.testing.assert_array_equal(ended[0][4][3], gray(50 - first - min(k, 3)))
 
 
+class Player:
+    """In the place of an Agent: exact in a batch of any size. Its values are the session of the process it is in."""
+
+    def __init__(self, num_actions):
+        self.factors = np.arange(3, 3 + num_actions)
+
+    def step(self, obs):
+        sums = obs.reshape(len(obs), -1).astype(int) @ (np.arange(obs[0].size) % 7)
+        return np.float32(sums[:, None] * self.factors % 5), np.full(len(obs), os.getsid(0), np.float32)
+
+
+def play(env_id, threads, **kwargs):
+    """Two rollouts of five games: results and state after them; and of each game the sessions it was played in."""
+    envs = ppo.Envs(env_id, 5, 3, **kwargs)
+    torch.manual_seed(5)
+    torch.set_num_threads(threads)
+    results = [ppo.rollout(Player(len(envs.action_names)), envs, 60) for _ in range(2)]
+    assert torch.get_num_threads() == threads
+    for obs, actions, logprobs, values, rewards, *_ in results:
+        assert (obs.dtype, actions.dtype) == (np.uint8, int) and {logprobs.dtype, rewards.dtype} == {np.dtype("f4")}
+    played = [x for i in range(8) if i != 3 for x in (results[0][i], results[1][i])]
+    return [*played, envs.obs, *envs.state().values()], [set(np.concatenate((results[0][3], results[1][3]))[:, i])
+                                                         for i in range(5)]
+
+
+def assert_equal(a, b):
+    assert len(a) == len(b)
+    for x, y in zip(a, b):
+        if isinstance(x, (list, tuple)):
+            assert_equal(x, y)
+        else:
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("env_id", ["ALE/Breakout-v5", "ALE/RoadRunner-v5"])
+def test_games_in_processes_go_as_in_one(env_id, tmp_path):
+    """With sticky actions, lost lives and ends, to the bit; each game goes on from its own state. Every forked process
+    has a session of its own, where no Ctrl-C comes. While the first game is filmed all are played in one process."""
+    one, sessions = play(env_id, 1)
+    assert sessions == [{os.getsid(0)}] * 5
+    assert one[8].any() and one[12] + one[13], "lives and games that end"
+    for threads, parts in ((2, [0, 0, 1, 1, 1]), (3, [0, 1, 1, 2, 2]), (6, [0, 1, 2, 3, 4])):
+        several, sessions = play(env_id, threads)
+        assert_equal(several, one)
+        assert sessions[0] == {os.getsid(0)} and [len(x) for x in sessions] == [2 if part else 1 for part in parts]
+        assert [[x == y for y in sessions] for x in sessions] == [[x == y for y in parts] for x in parts]
+    filmed, sessions = play(env_id, 3, video_dir=tmp_path)
+    assert_equal(filmed, one)
+    assert sessions == [{os.getsid(0)}] * 5 and len(list(tmp_path.iterdir())) > 0
+
+
+@pytest.mark.parametrize("end, reason", [
+    (lambda: os.kill(os.getpid(), signal.SIGKILL), "exited unexpectedly"), (lambda: [][0], "IndexError")])
+def test_the_death_of_a_process_that_plays_is_told(end, reason, capsys):
+    torch.set_num_threads(2)
+    player, here = Player(4), os.getpid()
+    step = player.step
+    player.step = lambda obs: step(obs) if os.getpid() == here else end()
+    with pytest.raises((SystemExit, IndexError)) as stop:
+        ppo.rollout(player, ppo.Envs("FakeNoFrameskip-v4", 2, 1), 4)
+    if reason == "IndexError":
+        assert "Original Traceback" in str(stop.value)
+    else:
+        error = capsys.readouterr().err
+        assert stop.value.code == 1 and "use fewer --num-threads" in error and reason in error
+
+
+def test_no_process_that_plays_outlives_a_killed_run(tmp_path):
+    """Killed in a rollout that would take minutes."""
+    run = subprocess.Popen([sys.executable, SCRIPT, "--no-compile", "--num-threads", "3", "--num-steps", "100000",
+                            "--env-id", "PongNoFrameskip-v4"], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+    try:
+        until = time.time() + 60
+        while len(workers := children.read_text().split()) < 2 and time.time() < until:
+            time.sleep(0.1)
+        time.sleep(0.5)
+    finally:
+        run.kill()
+        run.wait()
+    time.sleep(1)
+    states = [Path(f"/proc/{pid}/stat") for pid in workers]
+    assert len(workers) == 2 and all(not x.exists() or x.read_text().split()[2] == "Z" for x in states)
+
+
 @pytest.mark.parametrize("flag", ["--bootstrap-truncated", "--no-bootstrap-truncated"])
 def test_a_run_bootstraps_truncations_and_cuts_at_lost_lives(run_script, flag):
     """Advantages of a run's only iteration against a quadratic sum over episodes, ended by truncation or lost life."""
@@ -576,18 +666,19 @@ def results(run_dir):
 def whole(tmp_path_factory):
     """A run of 20 iterations on Breakout, with video."""
     folder = tmp_path_factory.mktemp("whole")
-    output = run(folder, *SMALL, "--total-timesteps", "640", "--run-name", "whole", "--capture-video",
+    output = run(folder, *IN_TWO, "--total-timesteps", "640", "--run-name", "whole", "--capture-video",
                  "--video-interval", "1")
     return folder / "runs" / "whole", output
 
 
 def test_same_seed_same_bits_without_video_and_resumed_after_a_kill_in_mid_game(whole, tmp_path):
-    flags = (*SMALL, "--total-timesteps", "640", "--run-name", "again", "--checkpoint-interval", "3")
-    killer = ("import os, runpy, sys, pathlib; import numpy as np; steps = 0\n"
+    """The games of the run with video are all played in its one process, those of the other in two."""
+    flags = (*IN_TWO, "--total-timesteps", "640", "--run-name", "again", "--checkpoint-interval", "3")
+    killer = ("import os, runpy, sys, pathlib; import numpy as np; steps, main = 0, os.getpid()\n"
               "def spy(original):\n"
               "    def sign(*args, **kwargs):\n"
               "        global steps; steps += 1\n"
-              "        if steps == 150: os.kill(os.getpid(), 9)\n"
+              "        if (steps, os.getpid()) == (150, main): os.kill(main, 9)\n"
               "        return original(*args, **kwargs)\n"
               "    return sign\n"
               "np.sign = spy(np.sign); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')")
@@ -655,7 +746,7 @@ def test_an_environment_without_an_emulator_is_refused(capsys):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (("--num-minibatches", "3"), ["1024", "--num-minibatches"]),
+    (("--num-minibatches", "3"), ["must divide into --num-minibatches"]),
     (("--total-timesteps", "1000"), ["one rollout of 1024 steps"]),
     (("--resume", "missing"), ["missing/checkpoint.pt is missing"]),
     (("--evaluate", "junk"), ["junk/checkpoint.pt is missing, damaged"]),

@@ -215,8 +215,8 @@ def test_l3_memory_is_zero_after_a_lost_life_and_a_game(monkeypatch, env_id, kin
     agent, envs, seen = make_agent(), ppo.Envs(env_id, 3, 1), set()
     memory, step, ended = torch.zeros(2, 3, 6), ppo.Envs.step, []
 
-    def spy(self, actions):
-        result = step(self, actions)
+    def spy(self, actions, games):
+        result = step(self, actions, games)
         ended[:] = result[1]
         return result
 
@@ -231,6 +231,32 @@ def test_l3_memory_is_zero_after_a_lost_life_and_a_game(monkeypatch, env_id, kin
         assert [x[1] for x in episodes] == [x[0] for x in ended if x[3] != "life"]
         seen |= {x[3] for x in ended}
     assert seen == kinds
+
+
+class Player:
+    """In the place of an Agent, exact in a batch of any size; a memory adds up what was seen. Values: the process."""
+
+    def step(self, obs, memory):
+        memory = (3 * memory + torch.from_numpy(obs[:, 0, :40].sum((1, 2)) % 97)[:, None]) % 101
+        return memory[0].numpy() % 5, np.full(len(obs), os.getpid() % 10**6, np.float32), memory
+
+
+def test_games_in_processes_have_their_own_memory():
+    """Two rollouts of three games, in one and in two processes, to the bit."""
+    results = []
+    for threads in (1, 2):
+        envs, memory = ppo.Envs("ALE/RoadRunner-v5", 3, 3), torch.arange(2.0 * 3 * 18).view(2, 3, 18)
+        torch.manual_seed(5)
+        torch.set_num_threads(threads)
+        for _ in range(2):
+            arrays, rewards, terminations, memory, episodes = ppo.rollout(Player(), envs, 110, memory)
+            others = arrays.pop("values")[:, 1:] != os.getpid() % 10**6
+            assert torch.get_num_threads() == threads and others.all() == others.any() == (threads == 2)
+            results.append([*arrays.values(), rewards, terminations, memory, *(x for game in episodes for x in game)])
+    assert len(results[1]) > 8 and results[1][6].any()
+    for one, two in zip(results[:2], results[2:], strict=True):
+        for x, y in zip(one, two, strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 def test_a_frame_is_seen_alone():
@@ -304,12 +330,13 @@ class Killed(Exception):
 
 
 PONG = ["--env-id", "ShortPongNoFrameskip-v4", "--num-envs", "2", "--num-steps", "8", "--num-minibatches", "2",
-        "--update-epochs", "1", "--hidden-size", "16", "--num-threads", "1", "--learning-rate", "0.01",
+        "--update-epochs", "1", "--hidden-size", "16", "--num-threads", "2", "--learning-rate", "0.01",
         "--checkpoint-interval", "2", "--eval-episodes", "1", "--no-cuda"]
 
 
 def test_runs_are_deterministic_and_resume_exactly_with_their_memory(run_script, monkeypatch, tmp_path, capsys):
-    """Killed between two checkpoints, in mid-game; --evaluate plays as the run did at its end."""
+    """Killed between two checkpoints, in mid-game, the games in two processes; --evaluate plays as the run did at its
+    end."""
     flags = [*PONG, "--total-timesteps", "96"]
     whole, again = [run_script(ppo.__file__, *flags, "--run-name", name).run_dir for name in ("whole", "again")]
     assert outcome(whole) == outcome(again)
@@ -435,7 +462,7 @@ def test_a_cue_at_the_first_step_is_remembered(run_script, memory):
     (["--num-minibatches", "3"], "--num-envs must divide into --num-minibatches"),
     (["--num-envs", "2"], "--num-envs must divide into --num-minibatches"),
     (["--hidden-size", "0"], "hidden_size must be above 0"), (["--cell", "transformer"], "transformer"),
-    (["--num-envs", "4", "--num-steps", "1"], "has no standard deviation"),
+    (["--num-envs", "4", "--num-steps", "1"], "minibatches of one step"),
     (["--total-timesteps", "1023"], "one rollout of 1024 steps")])
 def test_bad_flags_are_refused(flags, sentence, refused):
     assert sentence in refused(ppo, flags)

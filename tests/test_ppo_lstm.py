@@ -680,7 +680,7 @@ def test_episodes_are_written_and_rates_fall_to_an_nth(run_script):
     (["--num-envs", "2"], "--num-envs must divide into --num-minibatches"),
     (["--num-minibatches", "0"], "num_minibatches"), (["--hidden-size", "0"], "hidden_size must be above 0"),
     (["--hidden-size", "-3"], "hidden_size must be above 0"), (["--cell", "transformer"], "transformer"),
-    (["--num-steps", "1"], "has no standard deviation"), (["--total-timesteps", "511"], "one rollout of 512 steps")])
+    (["--num-steps", "1"], "minibatches of one step"), (["--total-timesteps", "511"], "one rollout of 512 steps")])
 def test_bad_flags_are_refused(flags, sentence, refused):
     assert sentence in refused(ppo, flags)
 
