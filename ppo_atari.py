@@ -292,16 +292,16 @@ def in_processes(play, envs):
     parts = min(threads, n) if sys.platform == "linux" and not torch.cuda.is_initialized() else 1
     first, *others = [slice(part * n // parts, (part + 1) * n // parts) for part in range(parts)]
     workers = 0 if envs.video_dir else len(others)  # ffmpeg ends when no process has its input open, and is waited for
-    loader = torch.utils.data.DataLoader(
+    children = iter(torch.utils.data.DataLoader(
         others, None, num_workers=workers, multiprocessing_context="fork" if workers else None,
         worker_init_fn=lambda _: (os.setsid(), torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)),
-        collate_fn=lambda games: (*play(games), envs.state(games)))  # a worker gets no Ctrl-C, and dies with its parent
-    torch.set_num_threads(1 if others else threads)  # OpenMP's threads are not in a forked process
+        collate_fn=lambda games: (*play(games), envs.state(games))))  # workers get no Ctrl-C, die with their parent
+    torch.set_num_threads(1 if others else threads)  # as every worker has
     try:
-        children = iter(loader)
         *arrays, episodes, states = zip((*play(first), None), *children)
     except RuntimeError as error:
-        fail(f"a process that plays games has died ({error}): use fewer --num-threads, if memory was short", code=1)
+        "worker (pid" in str(error) and fail(f"{error}: mend that (memory?), then go on with --resume", code=1)
+        raise
     torch.set_num_threads(threads)
     for games, state in zip(others, states[1:]):
         envs.load_state(state, games)
@@ -541,7 +541,8 @@ if __name__ == "__main__":
         remaining = 1.0 - iteration / args.num_iterations
         lr = torch.tensor(args.learning_rate * (remaining if args.anneal_lr else 1.0), device=device)  # G6
         clip_coef = torch.tensor(args.clip_coef * (remaining if args.anneal_clip else 1.0), device=device)  # X1
-        obs, actions, logprobs, values, *rest = rollout(agent, envs, args.num_steps)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):  # around all steps, to convert weights once
+            obs, actions, logprobs, values, *rest = rollout(agent, envs, args.num_steps)
         rewards, terminations, truncations, episodes = rest
         batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "values": values}
         batch = {k: torch.from_numpy(x).flatten(0, 1).to(device) for k, x in batch.items()}

@@ -3,6 +3,7 @@ to A10), its network, and whole runs. What it shares with ppo_continuous_action.
 
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -474,20 +475,32 @@ def test_games_in_processes_go_as_in_one(env_id, tmp_path):
     assert sessions == [{os.getsid(0)}] * 5 and len(list(tmp_path.iterdir())) > 0
 
 
-@pytest.mark.parametrize("end, reason", [
-    (lambda: os.kill(os.getpid(), signal.SIGKILL), "exited unexpectedly"), (lambda: [][0], "IndexError")])
-def test_the_death_of_a_process_that_plays_is_told(end, reason, capsys):
+def end_in_a_child(end):
+    """Rollout of two games, the second of which calls end() in the process that plays it."""
     torch.set_num_threads(2)
     player, here = Player(4), os.getpid()
     step = player.step
     player.step = lambda obs: step(obs) if os.getpid() == here else end()
-    with pytest.raises((SystemExit, IndexError)) as stop:
-        ppo.rollout(player, ppo.Envs("FakeNoFrameskip-v4", 2, 1), 4)
-    if reason == "IndexError":
-        assert "Original Traceback" in str(stop.value)
-    else:
-        error = capsys.readouterr().err
-        assert stop.value.code == 1 and "use fewer --num-threads" in error and reason in error
+    ppo.rollout(player, ppo.Envs("FakeNoFrameskip-v4", 2, 1), 4)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_process_that_dies_in_play_is_told(signum, capfd):
+    with pytest.raises(SystemExit) as stop:
+        end_in_a_child(lambda: os.kill(os.getpid(), signum))
+    error = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
+    assert stop.value.code == 1 and len(error) == 1 and re.search(r"worker \(pid.* mend that .* --resume", error[0])
+
+
+@pytest.mark.parametrize("name", ["IndexError", "RuntimeError"])
+def test_a_mistake_in_play_has_its_trace(name):
+    """Of whoever edits a copy, in the process that plays."""
+    def mistake():
+        raise {"IndexError": IndexError, "RuntimeError": RuntimeError}[name]("mine")
+
+    with pytest.raises((IndexError, RuntimeError), match="(?s)Original Traceback.*in mistake.*mine") as stop:
+        end_in_a_child(mistake)
+    assert stop.type.__name__ == name
 
 
 def test_no_process_that_plays_outlives_a_killed_run(tmp_path):
