@@ -564,7 +564,6 @@ if __name__ == "__main__":
             if not terminal and (time.time() - last_line > 5 or iteration == args.num_iterations):
                 print(bar, flush=True)
                 last_line = time.time()
-
     for file in filter(None, (bar, writer, envs.video)):
         file.close()
     if stop_signals:

@@ -3,13 +3,13 @@
 Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of
 openai/baselines ppo2: G1 to G11, A1 to A5, A7 to A10, l1 to l5, X1, X3 mark them as "The 37 Implementation Details of
 PPO" counts, but for time limits (--no-bootstrap-truncated: as there). To diff against ppo_atari.py or ppo_lstm.py.
-
     python ppo_atari_lstm.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 10000000
 """
 
 import json
 import math
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -215,10 +215,10 @@ class Envs:
         that the reset has replaced)]. A game that ends in a reset follows as one more."""
         rewards, ended, self.unseen = [], [], []
         for i, action in zip(range(len(self.envs))[games], actions):
-            episode, n = self.episode_counts[i], self.episode_lengths[i]
+            episode, n = self.episode_counts[i], self.episode_lengths[i]  # n > 0: of a resumed run, no video has them
             if i == 0 and self.video_dir and not self.video and episode % self.video_interval == 0:
                 self.video_dir.mkdir(parents=True, exist_ok=True)
-                path = self.video_dir / f"episode-{episode}{f'-from-step-{n}' if n else ''}.mp4"  # of a resumed run
+                path = self.video_dir / f"episode-{episode}{f'-from-step-{n}' if n else ''}.mp4"
                 self.video = imageio.get_writer(path, fps=15, macro_block_size=2)
             if i == 0 and self.video:
                 self.video.append_data(draw(self.screens[i, 1], self.action_names, self.probabilities))
@@ -234,9 +234,11 @@ class Envs:
 
     def state(self, games=slice(None)):
         """All that load_state needs of games, a slice of them, as tensors and plain Python values."""
-        emulators = [env.ale.cloneState(include_rng=True).__getstate__() for env in self.envs[games]]
-        counters = {name: torch.tensor(getattr(self, name)[games]) for name in self.COUNTERS}
-        return counters | {"games": emulators, "random": [e.np_random.bit_generator.state for e in self.envs[games]]}
+        for ale in (emulators := [env.ale for env in self.envs[games]]):  # to go on from what is saved, as load_state
+            ale.restoreState(ale.cloneState(include_rng=True))  # does: in Miniature Golf that isn't all that there was
+        state = {name: torch.tensor(getattr(self, name)[games]) for name in self.COUNTERS}
+        return state | {"games": [ale.cloneState(include_rng=True).__getstate__() for ale in emulators],
+                        "random": [env.np_random.bit_generator.state for env in self.envs[games]]}
 
     def load_state(self, state, games=slice(None)):
         """Goes on from a state()."""
@@ -305,23 +307,24 @@ class Agent(nn.Module):
 
 
 def in_processes(play, envs):
-    """play(games) of all games: of a slice of them for each of PyTorch's threads, all but the first in processes forked
-    for it, where that can be. Returns the results joined: arrays (x, num_envs, ...), and the list that follows them."""
+    """play(games) for slices of all games, the first here, one for each other of PyTorch's threads in a forked process,
+    of which result and games come back, no more. Returns the results joined: arrays (x, num_envs, ...), and a list."""
     threads, n = torch.get_num_threads(), len(envs.envs)
-    parts = min(threads, n) if sys.platform == "linux" and not torch.cuda.is_initialized() else 1
+    parts = min(threads, n) if sys.platform == "linux" and not torch.cuda.is_available() else 1
     first, *others = [slice(part * n // parts, (part + 1) * n // parts) for part in range(parts)]
     workers = 0 if envs.video_dir else len(others)  # ffmpeg ends when no process has its input open, and is waited for
     children = iter(torch.utils.data.DataLoader(
         others, None, num_workers=workers, multiprocessing_context="fork" if workers else None,
-        worker_init_fn=lambda _: (os.setsid(), torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)),
-        collate_fn=lambda games: (*play(games), envs.state(games))))  # workers get no Ctrl-C, die with their parent
+        worker_init_fn=lambda _: (os.setsid(), signal.signal(signal.SIGTERM, signal.SIG_IGN),  # they are for the parent
+                                  torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)),  # with which it ends
+        collate_fn=lambda games: pickle.dumps((*play(games), envs.state(games)))))
     torch.set_num_threads(1 if others else threads)  # as every worker has
     try:
-        *arrays, episodes, states = zip((*play(first), None), *children)
+        *arrays, episodes, states = zip((*play(first), None), *map(pickle.loads, children))
     except RuntimeError as error:
-        "worker (pid" in str(error) and fail(f"{error}: mend that (memory?), then go on with --resume", code=1)
-        raise
-    torch.set_num_threads(threads)
+        raise error if "(pid" not in str(error) else fail(f"{error} - mend that, then go on with --resume", code=1)
+    finally:
+        torch.set_num_threads(threads)
     for games, state in zip(others, states[1:]):
         envs.load_state(state, games)
     return *[np.concatenate(array, 1) for array in arrays], sorted(sum(episodes, []), key=lambda episode: episode[0])
@@ -506,7 +509,6 @@ if __name__ == "__main__":
     if iteration == args.num_iterations and (run_dir / "evaluation.json").exists():
         print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}")
         sys.exit()
-
     try:  # two runs started in one second must not share a folder
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))
     except OSError as error:
@@ -535,7 +537,6 @@ if __name__ == "__main__":
     start_time, last_line, terminal = time.time() - progress["wall_seconds"], time.time(), sys.stderr.isatty()
     bar = tqdm(total=args.num_iterations * args.batch_size, initial=iteration * args.batch_size, unit=" steps",
                dynamic_ncols=True, file=sys.stderr if terminal else open(os.devnull, "w"))
-
     while True:
         global_step, stop = iteration * args.batch_size, stop_signals or iteration == args.num_iterations
         if stop or iteration % args.checkpoint_interval == 0:
@@ -584,7 +585,6 @@ if __name__ == "__main__":
         if not terminal and (time.time() - last_line > 5 or iteration == args.num_iterations):
             print(bar, flush=True)
             last_line = time.time()
-
     for file in filter(None, (bar, writer, envs.video)):
         file.close()
     if stop_signals:

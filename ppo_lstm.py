@@ -458,7 +458,6 @@ if __name__ == "__main__":
     if iteration == args.num_iterations and (run_dir / "evaluation.json").exists():
         print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}")
         sys.exit()
-
     try:  # two runs started in one second must not share a folder
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))
     except OSError as error:
@@ -536,7 +535,6 @@ if __name__ == "__main__":
         if not terminal and (time.time() - last_line > 5 or iteration == args.num_iterations):
             print(bar, flush=True)
             last_line = time.time()
-
     for file in filter(None, (bar, writer, envs.video)):
         file.close()
     if stop_signals:

@@ -65,6 +65,9 @@ class FakeALE:
     def cloneState(self, include_rng):
         return self
 
+    def restoreState(self, state):
+        pass
+
     def __getstate__(self):
         return b"fake"  # no empty bytes: torch.load takes them for code
 
@@ -488,8 +491,8 @@ def end_in_a_child(end):
 def test_a_process_that_dies_in_play_is_told(signum, capfd):
     with pytest.raises(SystemExit) as stop:
         end_in_a_child(lambda: os.kill(os.getpid(), signum))
-    error = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
-    assert stop.value.code == 1 and len(error) == 1 and re.search(r"worker \(pid.* mend that .* --resume", error[0])
+    error = re.findall(r"error: .*worker \(pid.* - mend that, .* --resume", capfd.readouterr().err)
+    assert stop.value.code == 1 and len(error) == 1 and torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("name", ["IndexError", "RuntimeError"])
@@ -605,7 +608,8 @@ def test_the_frame_limit_is_a_truncation_with_its_final_observation():
     assert [bool(truncations[episode[0], 0]) for episode in episodes] == [True] * len(episodes)
 
 
-@pytest.mark.parametrize("env_id", ["SeaquestNoFrameskip-v4", "ALE/Breakout-v5", "PongNoFrameskip-v4"])
+@pytest.mark.parametrize("env_id", ["SeaquestNoFrameskip-v4", "ALE/Breakout-v5", "PongNoFrameskip-v4",
+                                    "ALE/MiniatureGolf-v5"])
 def test_games_go_on_from_a_saved_state_bit_for_bit(env_id, tmp_path):
     envs, random = ppo.Envs(env_id, 2, 3), np.random.default_rng(1)
     envs.sticky = 0.9 if envs.sticky else 0.0  # so that the last action surely matters
@@ -624,7 +628,7 @@ def test_games_go_on_from_a_saved_state_bit_for_bit(env_id, tmp_path):
         np.testing.assert_array_equal(rewards, copied_rewards)
         assert [record[:4] for record in ended] == [record[:4] for record in copied_ended]
         ends += len(ended)
-    assert ends or env_id.startswith("Pong")
+    assert ends or env_id in ("PongNoFrameskip-v4", "ALE/MiniatureGolf-v5")
 
 
 def test_bfloat16_is_near_float32():
