@@ -289,7 +289,7 @@ def test_speed_of_the_environment_alone_as_a_user_runs_it():
 def holds_the_scripts_hyper_parameters(sb3, args):
     """Each default of the script that SB3's PPO shares has the same value there."""
     assert (sb3.n_envs, sb3.n_steps, sb3.batch_size) == (args.num_envs, args.num_steps,
-                                                         args.batch_size // args.num_minibatches)
+                                                         args.num_envs * args.num_steps // args.num_minibatches)
     assert (sb3.n_epochs, sb3.gamma, sb3.gae_lambda) == (args.update_epochs, args.gamma, args.gae_lambda)
     assert (sb3.clip_range(1.0), sb3.clip_range_vf(1.0)) == (args.clip_coef, args.clip_coef)
     assert (sb3.ent_coef, sb3.vf_coef, sb3.max_grad_norm) == (args.ent_coef, args.vf_coef, args.max_grad_norm)

@@ -547,7 +547,7 @@ BAD_INPUT = {
     "integer-actions": ("--env-id toy:ToyInteger-v0", 2, "int64"),
     "tuple-observations": ("--env-id toy:ToyTuple-v0", 2, "Tuple"),
     "ragged-observations": ("--env-id toy:ToyRagged-v0", 2, "Sequence"),
-    "minibatches": ("--num-minibatches 7", 2, "300", "--num-minibatches"),
+    "minibatches": ("--num-minibatches 7", 2, "must divide", "--num-minibatches"),
     "minibatches-of-one": ("--num-minibatches 300", 2, "--no-norm-adv"),
     "too-few-steps": ("--total-timesteps 299", 2, "--total-timesteps", "300"),
     "negative-steps": ("--total-timesteps -5", 2, "total-timesteps"),
