@@ -434,6 +434,7 @@ if __name__ == "__main__":
     torch.backends.cudnn.deterministic = args.torch_deterministic
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
+
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
     if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
@@ -471,10 +472,10 @@ if __name__ == "__main__":
     if args.evaluate:
         sys.exit(not evaluate(agent, obs_stats, args, video_dir))
     if iteration == args.num_iterations and (run_dir / "evaluation.json").exists():
-        print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}")
-        sys.exit()
+        sys.exit(print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}"))
 
     learn = compile_or_not(ddpg_update, args, device)
+
     try:  # two runs started in one second must not share a folder
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))
     except OSError as error:
@@ -564,6 +565,7 @@ if __name__ == "__main__":
             if not terminal and (time.time() - last_line > 5 or iteration == args.num_iterations):
                 print(bar, flush=True)
                 last_line = time.time()
+
     for file in filter(None, (bar, writer, envs.video)):
         file.close()
     if stop_signals:

@@ -435,6 +435,7 @@ if __name__ == "__main__":
     torch.backends.cudnn.deterministic = args.torch_deterministic
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
+
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
     if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
@@ -466,10 +467,10 @@ if __name__ == "__main__":
     if args.evaluate:
         sys.exit(not evaluate(agent, args, video_dir))
     if iteration == args.num_iterations and (run_dir / "evaluation.json").exists():
-        print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}")
-        sys.exit()
+        sys.exit(print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}"))
 
     step_minibatches = compile_or_not(update_minibatches, args, device)
+
     try:  # two runs started in one second must not share a folder
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))
     except OSError as error:
@@ -516,6 +517,7 @@ if __name__ == "__main__":
         lr = adapted_lr if args.adaptive_lr else args.learning_rate * (remaining if args.anneal_lr else 1.0)  # G6
         coef = kl_coef if args.kl_penalty else args.clip_coef * (remaining if args.anneal_clip else 1.0)  # X1
         lr, coef = torch.tensor(lr, device=device), torch.tensor(coef, device=device)
+
         obs, actions, rewards, terminations, truncations, episodes = rollout(agent, envs, args.num_steps)
         batch = {k: torch.from_numpy(x).flatten(0, 1).to(device) for k, x in (("obs", obs), ("actions", actions))}
         final_obs = torch.from_numpy(np.stack([*envs.obs, *(episode[-1] for episode in episodes)])).to(device)
@@ -537,6 +539,7 @@ if __name__ == "__main__":
         if args.kl_penalty or args.adaptive_lr:
             logratio = (agent(batch["obs"], batch["actions"])[0] - batch["logprobs"]).detach()
             kl_coef, adapted_lr = adapt(kl_coef, adapted_lr, (logratio.exp() - 1 - logratio).mean().item(), args)
+
         iteration += 1
         for step, i, episode_return, length, ended_by, *_ in episodes:
             step, wall_seconds = global_step + (step + 1) * args.num_envs, time.time() - start_time
@@ -555,6 +558,7 @@ if __name__ == "__main__":
         if not terminal and (time.time() - last_line > 5 or iteration == args.num_iterations):
             print(bar, flush=True)
             last_line = time.time()
+
     for file in filter(None, (bar, writer, envs.video)):
         file.close()
     if stop_signals:

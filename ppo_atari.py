@@ -134,9 +134,8 @@ def draw(screen, names, probabilities):
 
 
 class Envs:
-    """A vector of Atari games with openai/baselines' wrappers (common/atari_wrappers.py). A step that ends an episode,
-    for the learner a lost life does too (A3), also resets it and gives the reset's observation (Gymnasium's SAME_STEP).
-    obs: uint8 (num_envs, FRAMES, 84, 84), the present ones."""
+    """Atari games with openai/baselines' wrappers (common/atari_wrappers.py); obs: uint8 (num_envs, FRAMES, 84, 84). A
+    step that ends an episode, for the learner a lost life does too (A3), also resets it (Gymnasium's SAME_STEP)."""
     COUNTERS = ("obs", "screens", "lives", "last_actions", "episode_returns", "episode_lengths", "episode_counts")
 
     def __init__(self, env_id, num_envs, seed, video_dir=None, video_interval=1):
@@ -216,7 +215,7 @@ class Envs:
         that the reset has replaced)]. A game that ends in a reset follows as one more."""
         rewards, ended, self.unseen = [], [], []
         for i, action in zip(range(len(self.envs))[games], actions):
-            episode, n = self.episode_counts[i], self.episode_lengths[i]  # n > 0: of a resumed run, no video has them
+            episode, n = self.episode_counts[i], self.episode_lengths[i]  # n > 0: a run resumed in an episode
             if i == 0 and self.video_dir and not self.video and episode % self.video_interval == 0:
                 self.video_dir.mkdir(parents=True, exist_ok=True)
                 path = self.video_dir / f"episode-{episode}{f'-from-step-{n}' if n else ''}.mp4"
@@ -238,7 +237,7 @@ class Envs:
         for ale in (emulators := [env.ale for env in self.envs[games]]):  # to go on from what is saved, as load_state
             ale.restoreState(ale.cloneState(include_rng=True))  # does: in Miniature Golf that isn't all that there was
         state = {name: torch.tensor(getattr(self, name)[games]) for name in self.COUNTERS}
-        return state | {"games": [ale.cloneState(include_rng=True).__getstate__() for ale in emulators],
+        return state | {"games": [ale.cloneState(include_rng=True).serialize() for ale in emulators],
                         "random": [env.np_random.bit_generator.state for env in self.envs[games]]}
 
     def load_state(self, state, games=slice(None)):
@@ -247,10 +246,8 @@ class Envs:
             getattr(self, name)[games] = state[name].numpy()
         for i, bits, random_state in zip(range(len(self.envs))[games], state["games"], state["random"]):
             self.envs[i].np_random.bit_generator.state = random_state
-            emulator = ale_py.ALEState.__new__(ale_py.ALEState)
-            emulator.__setstate__(bits)
-            self.envs[i].ale.restoreState(emulator)
-            if self.envs[i].ale.cloneState(include_rng=True).__getstate__() != bits:
+            self.envs[i].ale.restoreState(ale_py.ALEState(bits))
+            if self.envs[i].ale.cloneState(include_rng=True).serialize() != bits:
                 print(f"environment {i} can't be brought back to where it was: it starts a new episode")
                 self.reset_env(i)
 
@@ -266,14 +263,14 @@ class Agent(nn.Module):
     """The network of https://www.nature.com/articles/nature14236, shared by policy and value (A9, A10)."""
     def __init__(self, num_actions, args):
         super().__init__()
-        self.amp, self.network = args.amp, nn.Sequential(
+        self.args, self.network = args, nn.Sequential(
             layer_init(nn.Conv2d(FRAMES, 32, 8, 4)), nn.ReLU(), layer_init(nn.Conv2d(32, 64, 4, 2)), nn.ReLU(),
             layer_init(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten(), layer_init(nn.Linear(3136, 512)), nn.ReLU())
         self.actor, self.critic = layer_init(nn.Linear(512, num_actions), 0.01), layer_init(nn.Linear(512, 1), 1.0)
 
     def heads(self, obs):
         """obs uint8 (n, FRAMES, 84, 84) -> log-probabilities (n, num_actions), values (n,), float32."""
-        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.amp):
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.args.amp):
             hidden = self.network((obs / 255.0).contiguous(memory_format=torch.channels_last))  # A8
             return self.actor(hidden).float().log_softmax(1), self.critic(hidden).float().squeeze(1)
 
@@ -297,8 +294,8 @@ def in_processes(play, envs):
     workers = 0 if envs.video_dir else len(others)  # ffmpeg ends when no process has its input open, and is waited for
     children = iter(torch.utils.data.DataLoader(
         others, None, num_workers=workers, multiprocessing_context="fork" if workers else None,
-        worker_init_fn=lambda _: (os.setsid(), signal.signal(signal.SIGTERM, signal.SIG_IGN),  # they are for the parent
-                                  torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)),  # with which it ends
+        worker_init_fn=lambda _: (os.setsid(), signal.signal(signal.SIGTERM, signal.SIG_IGN),  # left to the parent
+                                  torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)),  # they end with it
         collate_fn=lambda games: pickle.dumps((*play(games), envs.state(games)))))
     torch.set_num_threads(1 if others else threads)  # as every worker has
     try:
@@ -470,6 +467,7 @@ if __name__ == "__main__":
     torch.backends.cudnn.deterministic = args.torch_deterministic
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
+
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
     if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
@@ -497,10 +495,10 @@ if __name__ == "__main__":
     if args.evaluate:
         sys.exit(not evaluate(agent, args, video_dir))
     if iteration == args.num_iterations and (run_dir / "evaluation.json").exists():
-        print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}")
-        sys.exit()
+        sys.exit(print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}"))
 
     step_minibatches = compile_or_not(update_minibatches, args, device)
+
     try:  # two runs started in one second must not share a folder
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))
     except OSError as error:
@@ -529,6 +527,7 @@ if __name__ == "__main__":
     start_time, last_line, terminal = time.time() - progress["wall_seconds"], time.time(), sys.stderr.isatty()
     bar = tqdm(total=args.num_iterations * args.batch_size, initial=iteration * args.batch_size, unit=" steps",
                dynamic_ncols=True, file=sys.stderr if terminal else open(os.devnull, "w"))
+
     while True:
         global_step, stop = iteration * args.batch_size, stop_signals or iteration == args.num_iterations
         if stop or iteration % args.checkpoint_interval == 0:
@@ -544,7 +543,8 @@ if __name__ == "__main__":
         remaining = 1.0 - iteration / args.num_iterations
         lr = torch.tensor(args.learning_rate * (remaining if args.anneal_lr else 1.0), device=device)  # G6
         clip_coef = torch.tensor(args.clip_coef * (remaining if args.anneal_clip else 1.0), device=device)  # X1
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):  # around all steps, to convert weights once
+
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):  # around all steps: weights convert once
             obs, actions, logprobs, values, *rest = rollout(agent, envs, args.num_steps)
         rewards, terminations, truncations, episodes = rest
         batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "values": values}
@@ -561,6 +561,7 @@ if __name__ == "__main__":
         if not (torch.isfinite(metrics).all() and torch.isfinite(params).all()):
             fail(f"iteration {iteration + 1}: the loss is not finite; {run_dir} keeps the last good checkpoint. "
                  "Try a lower --learning-rate, or look for NaN in the environment's rewards and observations", code=1)
+
         iteration += 1
         for step, i, episode_return, length, ended_by, *_ in episodes:
             step, wall_seconds = global_step + (step + 1) * args.num_envs, time.time() - start_time
@@ -579,6 +580,7 @@ if __name__ == "__main__":
         if not terminal and (time.time() - last_line > 5 or iteration == args.num_iterations):
             print(bar, flush=True)
             last_line = time.time()
+
     for file in filter(None, (bar, writer, envs.video)):
         file.close()
     if stop_signals:

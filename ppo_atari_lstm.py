@@ -1,8 +1,8 @@
 """PPO with an LSTM for Atari games, from single frames.
 
 Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of
-openai/baselines ppo2: G1 to G11, A1 to A5, A7 to A10, l1 to l5, X1, X3 mark them as "The 37 Implementation Details of
-PPO" counts, but for time limits (--no-bootstrap-truncated: as there). To diff against ppo_atari.py or ppo_lstm.py.
+ppo_atari.py but A6, and l1 to l5 of "37 Implementation Details of PPO". To diff against ppo_atari.py or ppo_lstm.py.
+
     python ppo_atari_lstm.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 10000000
 """
 
@@ -75,6 +75,7 @@ class Args:
     max_grad_norm: float = 0.5  # largest norm of the gradient, actor and critic together
     target_kl: float | None = None  # an epoch whose mean approximate KL exceeds this is the iteration's last
     bootstrap_truncated: bool = True  # bootstrap from the last observation of an episode that a time limit cut
+    amp: bool = False  # compute the network in bfloat16: faster, less exact
     cell: Literal["lstm", "gru", "rnn"] = "lstm"  # kind of recurrent core
     hidden_size: int = 128  # units of the recurrent core
     memory: bool = True  # carry the core's state from step to step (--no-memory: the control experiment)
@@ -135,9 +136,8 @@ def draw(screen, names, probabilities):
 
 
 class Envs:
-    """A vector of Atari games with openai/baselines' wrappers (common/atari_wrappers.py). A step that ends an episode,
-    for the learner a lost life does too (A3), also resets it and gives the reset's observation (Gymnasium's SAME_STEP).
-    obs: uint8 (num_envs, FRAMES, 84, 84), the present ones."""
+    """Atari games with openai/baselines' wrappers (common/atari_wrappers.py); obs: uint8 (num_envs, FRAMES, 84, 84). A
+    step that ends an episode, for the learner a lost life does too (A3), also resets it (Gymnasium's SAME_STEP)."""
     COUNTERS = ("obs", "screens", "lives", "last_actions", "episode_returns", "episode_lengths", "episode_counts")
 
     def __init__(self, env_id, num_envs, seed, video_dir=None, video_interval=1):
@@ -215,7 +215,7 @@ class Envs:
         that the reset has replaced)]. A game that ends in a reset follows as one more."""
         rewards, ended, self.unseen = [], [], []
         for i, action in zip(range(len(self.envs))[games], actions):
-            episode, n = self.episode_counts[i], self.episode_lengths[i]  # n > 0: of a resumed run, no video has them
+            episode, n = self.episode_counts[i], self.episode_lengths[i]  # n > 0: a run resumed in an episode
             if i == 0 and self.video_dir and not self.video and episode % self.video_interval == 0:
                 self.video_dir.mkdir(parents=True, exist_ok=True)
                 path = self.video_dir / f"episode-{episode}{f'-from-step-{n}' if n else ''}.mp4"
@@ -237,7 +237,7 @@ class Envs:
         for ale in (emulators := [env.ale for env in self.envs[games]]):  # to go on from what is saved, as load_state
             ale.restoreState(ale.cloneState(include_rng=True))  # does: in Miniature Golf that isn't all that there was
         state = {name: torch.tensor(getattr(self, name)[games]) for name in self.COUNTERS}
-        return state | {"games": [ale.cloneState(include_rng=True).__getstate__() for ale in emulators],
+        return state | {"games": [ale.cloneState(include_rng=True).serialize() for ale in emulators],
                         "random": [env.np_random.bit_generator.state for env in self.envs[games]]}
 
     def load_state(self, state, games=slice(None)):
@@ -246,10 +246,8 @@ class Envs:
             getattr(self, name)[games] = state[name].numpy()
         for i, bits, random_state in zip(range(len(self.envs))[games], state["games"], state["random"]):
             self.envs[i].np_random.bit_generator.state = random_state
-            emulator = ale_py.ALEState.__new__(ale_py.ALEState)
-            emulator.__setstate__(bits)
-            self.envs[i].ale.restoreState(emulator)
-            if self.envs[i].ale.cloneState(include_rng=True).__getstate__() != bits:
+            self.envs[i].ale.restoreState(ale_py.ALEState(bits))
+            if self.envs[i].ale.cloneState(include_rng=True).serialize() != bits:
                 print(f"environment {i} can't be brought back to where it was: it starts a new episode")
                 self.reset_env(i)
 
@@ -265,7 +263,7 @@ class Agent(nn.Module):
     """The network of https://www.nature.com/articles/nature14236, shared by policy and value (A9, A10), and a core."""
     def __init__(self, num_actions, args):
         super().__init__()
-        self.keeps_memory, self.num_states, self.network = args.memory, 1 + (args.cell == "lstm"), nn.Sequential(
+        self.args, self.num_states, self.network = args, 1 + (args.cell == "lstm"), nn.Sequential(
             layer_init(nn.Conv2d(16, 32, 2)), nn.ReLU(), layer_init(nn.Conv2d(32, 64, 4, 2)), nn.ReLU(),
             layer_init(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten(), layer_init(nn.Linear(3136, 512)), nn.ReLU())
         self.cell = getattr(nn, args.cell.upper())(512, args.hidden_size, batch_first=True)
@@ -278,7 +276,7 @@ class Agent(nn.Module):
     def recur(self, x, memory, dones=None):
         """x (n, num_steps, inputs), memory (num_states, n, hidden_size) -> outputs (n, num_steps, hidden_size), memory.
         dones: None or bool (n, num_steps), episodes end; the steps between ends are one call, which equals a loop."""
-        if not self.keeps_memory:  # then all steps are first ones
+        if not self.args.memory:  # then all steps are first ones
             return self.cell(x.flatten(0, 1)[:, None])[0].view(*x.shape[:2], -1), memory
         outputs, cuts = [], [0] if dones is None else [0, *(dones[:, :-1].any(0).nonzero()[:, 0] + 1).tolist()]
         for begin, end in zip(cuts, [*cuts[1:], x.shape[1]]):
@@ -289,10 +287,12 @@ class Agent(nn.Module):
 
     def heads(self, obs, memory, dones=None):
         """obs uint8 (n, num_steps, FRAMES, 84, 84) -> log-probabilities (n, num_steps, actions), values, memory."""
-        x = nn.functional.pixel_unshuffle(obs.flatten(0, 1) / 255.0, 4)  # A8; in blocks of pixels Conv2d(16, 32, 2)
-        x = self.network(x.contiguous(memory_format=torch.channels_last))  # is Conv2d(1, 32, 8, stride=4), but faster
-        hidden, memory = self.recur(x.view(*obs.shape[:2], -1), memory, dones)
-        return self.actor(hidden).log_softmax(2), self.critic(hidden).squeeze(2), memory
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.args.amp):
+            x = nn.functional.pixel_unshuffle(obs.flatten(0, 1) / 255.0, 4)  # A8; this is Conv2d(1, 32, 8, 4), faster
+            x = self.network(x.contiguous(memory_format=torch.channels_last)).to(memory.dtype)
+        with torch.autocast(obs.device.type, enabled=False):  # what the memory holds is float32
+            hidden, memory = self.recur(x.view(*obs.shape[:2], -1), memory, dones)
+            return self.actor(hidden).log_softmax(2), self.critic(hidden).squeeze(2), memory
 
     def forward(self, batch):
         """batch: obs, actions int64 (n, num_steps), dones, memory -> logprobs, entropy, values, each (n, num_steps)."""
@@ -315,8 +315,8 @@ def in_processes(play, envs):
     workers = 0 if envs.video_dir else len(others)  # ffmpeg ends when no process has its input open, and is waited for
     children = iter(torch.utils.data.DataLoader(
         others, None, num_workers=workers, multiprocessing_context="fork" if workers else None,
-        worker_init_fn=lambda _: (os.setsid(), signal.signal(signal.SIGTERM, signal.SIG_IGN),  # they are for the parent
-                                  torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)),  # with which it ends
+        worker_init_fn=lambda _: (os.setsid(), signal.signal(signal.SIGTERM, signal.SIG_IGN),  # left to the parent
+                                  torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)),  # they end with it
         collate_fn=lambda games: pickle.dumps((*play(games), envs.state(games)))))
     torch.set_num_threads(1 if others else threads)  # as every worker has
     try:
@@ -507,8 +507,7 @@ if __name__ == "__main__":
     if args.evaluate:
         sys.exit(not evaluate(agent, args, video_dir))
     if iteration == args.num_iterations and (run_dir / "evaluation.json").exists():
-        print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}")
-        sys.exit()
+        sys.exit(print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}"))
     try:  # two runs started in one second must not share a folder
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))
     except OSError as error:
@@ -552,7 +551,8 @@ if __name__ == "__main__":
         remaining = 1.0 - iteration / args.num_iterations
         lr = torch.tensor(args.learning_rate * (remaining if args.anneal_lr else 1.0), device=device)  # G6
         clip_coef = torch.tensor(args.clip_coef * (remaining if args.anneal_clip else 1.0), device=device)  # X1
-        batch, rewards, terminations, memory, episodes = rollout(agent, envs, args.num_steps, memory)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):  # around all steps: weights convert once
+            batch, rewards, terminations, memory, episodes = rollout(agent, envs, args.num_steps, memory)
         values, dones = batch["values"], batch["dones"]
         batch = {k: torch.as_tensor(x, device=device).transpose(0, 1) for k, x in batch.items()}  # of environments, l4
         final_memory = torch.stack([*memory.unbind(1), *(episode[-1] for episode in episodes)], 1)

@@ -236,7 +236,7 @@ class Agent(nn.Module):
     def __init__(self, obs_dim, nvec, args):
         super().__init__()
         self.sizes, self.nvec = (obs_dim, sum(nvec)), nvec
-        self.keeps_memory, self.num_states, self.network = args.memory, 1 + (args.cell == "lstm"), nn.Sequential(
+        self.args, self.num_states, self.network = args, 1 + (args.cell == "lstm"), nn.Sequential(
             layer_init(nn.Linear(obs_dim, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh())
         self.cell = getattr(nn, args.cell.upper())(64, args.hidden_size, batch_first=True)
         self.cell.flatten_parameters = lambda: None  # on a GPU it would take the weights out of the one flat tensor
@@ -248,7 +248,7 @@ class Agent(nn.Module):
     def recur(self, x, memory, dones=None):
         """x (n, num_steps, inputs), memory (num_states, n, hidden_size) -> outputs (n, num_steps, hidden_size), memory.
         dones: None or bool (n, num_steps), episodes end; the steps between ends are one call, which equals a loop."""
-        if not self.keeps_memory:  # then all steps are first ones
+        if not self.args.memory:  # then all steps are first ones
             return self.cell(x.flatten(0, 1)[:, None])[0].view(*x.shape[:2], -1), memory
         outputs, cuts = [], [0] if dones is None else [0, *(dones[:, :-1].any(0).nonzero()[:, 0] + 1).tolist()]
         for begin, end in zip(cuts, [*cuts[1:], x.shape[1]]):
@@ -425,6 +425,7 @@ if __name__ == "__main__":
     torch.backends.cudnn.deterministic = args.torch_deterministic
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
+
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
     if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
@@ -456,8 +457,8 @@ if __name__ == "__main__":
     if args.evaluate:
         sys.exit(not evaluate(agent, args, video_dir))
     if iteration == args.num_iterations and (run_dir / "evaluation.json").exists():
-        print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}")
-        sys.exit()
+        sys.exit(print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}"))
+
     try:  # two runs started in one second must not share a folder
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))
     except OSError as error:
@@ -502,6 +503,7 @@ if __name__ == "__main__":
         remaining = 1.0 - iteration / args.num_iterations
         lr = torch.tensor(args.learning_rate * (remaining if args.anneal_lr else 1.0), device=device)  # G6
         clip_coef = torch.tensor(args.clip_coef * (remaining if args.anneal_clip else 1.0), device=device)  # X1
+
         batch, rewards, terminations, memory, episodes = rollout(agent, envs, args.num_steps, memory)
         values, dones = batch["values"], batch["dones"]
         batch = {k: torch.as_tensor(x, device=device).transpose(0, 1) for k, x in batch.items()}  # of environments, l4
@@ -517,6 +519,7 @@ if __name__ == "__main__":
         if not (torch.isfinite(metrics).all() and torch.isfinite(params).all()):
             fail(f"iteration {iteration + 1}: the loss is not finite; {run_dir} keeps the last good checkpoint. "
                  "Try a lower --learning-rate, or look for NaN in the environment's rewards and observations", code=1)
+
         iteration += 1
         for step, i, episode_return, length, ended_by, *_ in episodes:
             step, wall_seconds = global_step + (step + 1) * args.num_envs, time.time() - start_time
@@ -535,6 +538,7 @@ if __name__ == "__main__":
         if not terminal and (time.time() - last_line > 5 or iteration == args.num_iterations):
             print(bar, flush=True)
             last_line = time.time()
+
     for file in filter(None, (bar, writer, envs.video)):
         file.close()
     if stop_signals:

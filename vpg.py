@@ -373,6 +373,7 @@ if __name__ == "__main__":
     torch.backends.cudnn.deterministic = args.torch_deterministic
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(args.seed)
+
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
     if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
@@ -404,8 +405,8 @@ if __name__ == "__main__":
     if args.evaluate:
         sys.exit(not evaluate(agent, args, video_dir))
     if global_step >= args.total_timesteps and (run_dir / "evaluation.json").exists():
-        print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}")
-        sys.exit()
+        sys.exit(print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}"))
+
     try:  # two runs started in one second must not share a folder
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))
     except OSError as error:
@@ -449,6 +450,7 @@ if __name__ == "__main__":
             break
         remaining = 1.0 - global_step / args.total_timesteps
         lr = torch.tensor(args.learning_rate * (remaining if args.anneal_lr else 1.0), device=device)
+
         obs, actions, rewards, episodes = rollout(agent, envs)
         batch = {"obs": torch.from_numpy(obs).to(device), "actions": torch.from_numpy(actions).to(device)}
         final_obs = torch.from_numpy(np.stack([episode[-1] for episode in episodes])).to(device)
@@ -471,6 +473,7 @@ if __name__ == "__main__":
         if not (torch.isfinite(metrics).all() and torch.isfinite(params).all()):
             fail(f"iteration {iteration + 1}: the loss is not finite; {run_dir} keeps the last good checkpoint. "
                  "Try a lower --learning-rate, or look for NaN in the environment's rewards and observations", code=1)
+
         iteration += 1
         for step, i, episode_return, length, ended_by, _ in sorted(episodes):
             step, wall_seconds = global_step + step, time.time() - start_time
@@ -489,6 +492,7 @@ if __name__ == "__main__":
         if not terminal and (time.time() - last_line > 5 or global_step >= args.total_timesteps):
             print(bar, flush=True)
             last_line = time.time()
+
     for file in filter(None, (bar, writer, envs.video)):
         file.close()
     if stop_signals:

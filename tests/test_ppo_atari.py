@@ -68,7 +68,7 @@ class FakeALE:
     def restoreState(self, state):
         pass
 
-    def __getstate__(self):
+    def serialize(self):
         return b"fake"  # no empty bytes: torch.load takes them for code
 
     def getScreenDims(self):
@@ -636,20 +636,10 @@ def test_bfloat16_is_near_float32():
     agent = ppo.Agent(4, ppo.Args())
     obs = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
     exact = agent.heads(obs)
-    agent.amp = True
+    agent.args.amp = True
     for rounded, output in zip(agent.heads(obs), exact):
         assert rounded.dtype == torch.float32 and not torch.equal(rounded, output)
         torch.testing.assert_close(rounded, output, rtol=0.05, atol=0.05)
-
-
-def test_amp_is_a_flag_of_a_run(run_script):
-    """The same run, with other weights that are near, and float32."""
-    flags = ("--env-id", "LivesNoFrameskip-v4", *SMALL, "--total-timesteps", "32")
-    start, end, rounded = ((nn.utils.parameters_to_vector(run_script(SCRIPT, *flags, "--run-name", f"run{i}", *more)
-                            .agent.parameters()).detach())
-                           for i, more in enumerate((["--learning-rate", "1e-30"], [], ["--amp"])))
-    assert rounded.dtype == torch.float32 and not torch.equal(rounded, end)
-    assert (rounded - end).norm() < 0.5 * (end - start).norm()
 
 
 def test_drawing_shows_the_screen_the_names_and_bars_as_long_as_the_probabilities():

@@ -182,6 +182,25 @@ def test_outputs_and_gradients_equal_those_of_a_loop_over_steps(cell, memory):
     assert_equals_a_loop(agent, time_first(batch), outputs_by_steps, memory)
 
 
+def test_bfloat16_is_near_float32_and_stays_out_of_the_memory(monkeypatch):
+    """Within the rollout's context too; the core gets the same inputs as it would outside, as float32."""
+    torch.manual_seed(1)
+    agent, inputs = make_agent(hidden_size=128), []
+    obs = torch.randint(0, 256, (3, 7, 1, 84, 84), dtype=torch.uint8)
+    memory, recur = torch.randn(2, 3, 128), agent.recur
+    monkeypatch.setattr(agent, "recur", lambda x, *more: (inputs.append(x), recur(x, *more))[1])
+    exact = agent.heads(obs, memory)
+    agent.args.amp = True
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = agent.heads(obs, memory)
+    assert inputs[1].dtype == torch.float32 and torch.equal(inputs[1], inputs[1].bfloat16())
+    for rounded, output in zip(outputs, exact):
+        assert rounded.dtype == torch.float32 and not torch.equal(rounded, output)
+        torch.testing.assert_close(rounded, output, rtol=0.05, atol=0.1)
+    hidden, after = recur(inputs[1], memory)
+    torch.testing.assert_close((agent.actor(hidden).log_softmax(2), agent.critic(hidden)[:, :, 0], after), outputs)
+
+
 @pytest.mark.parametrize("cell, memory", CELL_AND_MEMORY)
 def test_rollouts_and_training_agree(cell, memory):
     """In a second rollout, in mid-game, with lost lives and truncations: the ratio is 1 in the first minibatch."""
@@ -411,6 +430,17 @@ def test_sigterm_saves_and_resume_comes_to_the_same_end(run_script, monkeypatch,
     torch.save(checkpoint | {"envs": None}, whole / "checkpoint.pt")
     run_script(script.__file__, "--evaluate", "runs/whole")  # it needs no game of the training
     assert told and re.findall("evaluation: .*", capsys.readouterr().out) == told
+
+
+@BOTH
+def test_amp_is_a_flag_of_a_run(run_script, script, more):
+    """The same run, with other weights that are near, and float32."""
+    flags = [*TINY, *more, "--env-id", "LstmLivesNoFrameskip-v4", "--total-timesteps", "32"]
+    start, end, rounded = ((nn.utils.parameters_to_vector(run_script(script.__file__, *flags, "--run-name", f"run{i}",
+                            *also).agent.parameters()).detach())
+                           for i, also in enumerate((["--learning-rate", "1e-30"], [], ["--amp"])))
+    assert rounded.dtype == torch.float32 and not torch.equal(rounded, end)
+    assert (rounded - end).norm() < 0.5 * (end - start).norm()
 
 
 @BOTH

@@ -81,7 +81,7 @@ def memories_by_steps(agent, x, memory, dones):
     for i in range(x.shape[1]):
         state, row = memory[:, i], []
         for step in range(len(x)):
-            if not agent.keeps_memory or step and dones[step - 1, i]:
+            if not agent.args.memory or step and dones[step - 1, i]:
                 state = torch.zeros_like(state)
             state = torch.stack(cell(x[step, i], tuple(state))) if len(state) == 2 else cell(x[step, i], state[0])[None]
             row.append(state)
@@ -461,7 +461,7 @@ def assert_bootstraps_and_agrees(module, network, gamma=0.99, gae_lambda=0.95):
         logprobs, _, values = agent(module.batch)
         torch.testing.assert_close(batch["logprobs"], logprobs.T, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(batch["values"], values.T, rtol=1e-5, atol=1e-5)
-        after = memories_by_steps(agent, network(batch["obs"]), batch["memory"], dones) * agent.keeps_memory
+        after = memories_by_steps(agent, network(batch["obs"]), batch["memory"], dones) * agent.args.memory
         torch.testing.assert_close(module.memory.transpose(0, 1), torch.where(dones[-1, :, None, None], 0.0, after[-1]))
 
         def value(obs, memory):
@@ -471,7 +471,7 @@ def assert_bootstraps_and_agrees(module, network, gamma=0.99, gae_lambda=0.95):
         finals = {(step, i): (value(obs, after[step, i]), value(obs, 0 * after[step, i]))
                   for step, i, *_, obs, _ in module.episodes if truncations[step, i]}
         last = [value(obs, memory) for obs, memory in zip(module.envs.obs, after[-1])]
-    if agent.keeps_memory:  # else the test could not tell a forgotten memory
+    if agent.args.memory:  # else the test could not tell a forgotten memory
         assert all(abs(right - wrong) > 2e-4 for right, wrong in finals.values())
     for i in range(args.num_envs):
         for step in range(args.num_steps):
@@ -534,7 +534,7 @@ def play(agent, x, step):
             following = step(agent.actor(memory[:, 0])[0])
         if following is None:
             return
-        x, memory = following[0], memory * (agent.keeps_memory and following[1])
+        x, memory = following[0], memory * (agent.args.memory and following[1])
 
 
 KEPT = {"right": lambda ended: not ended, "over ends": lambda ended: True, "never": lambda ended: False}

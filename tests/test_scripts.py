@@ -55,6 +55,8 @@ DIFFERENT = {
     "if checkpoint:": (4, "statistics, a memory, a replay buffer"),
     "if args.evaluate:": (3, "statistics to bring"),
     "if stop or iteration % args.checkpoint_interval == 0:": (3, "adapted coefficients or a memory in the checkpoint"),
+    "with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):  # around all steps: weights convert once": (
+        2, "a memory to carry, or none"),
     "with torch.no_grad():  # the weights were frozen, so one pass serves the whole rollout": (
         3, "what the algorithm needs of the networks"),
     "if stop_signals:": (3, "statistics to bring to the evaluation"),
