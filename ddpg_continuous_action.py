@@ -105,7 +105,7 @@ def parse_args():
         (not args.hidden_sizes or min(args.hidden_sizes) < 1, "--hidden-sizes must be some numbers above 0"),
         (args.num_iterations * args.num_envs <= args.learning_starts, "--learning-starts is past the last step"),
         (args.resume and args.evaluate or "" in (args.resume, args.evaluate), "give --resume or --evaluate a folder"),
-        (args.run_name and os.path.dirname(os.path.abspath(args.run_name)) != os.getcwd(), "--run-name must be a name"),
+        (args.run_name and ("/" in args.run_name or args.run_name in (".", "..")), "--run-name must be a name"),
     ]
     if sentences := [sentence for wrong, sentence in problems if wrong]:
         fail("; ".join(sentences))
@@ -503,7 +503,7 @@ if __name__ == "__main__":
         except Exception as error:  # network, server
             fail(f"--track: W&B doesn't start ({error}): try again, or set WANDB_MODE=offline and sync later", code=1)
     writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
-    start_time, last_line, terminal = time.time() - progress["wall_seconds"], time.time(), sys.stderr.isatty()
+    start_time, last_line, terminal = time.time() - progress["wall_seconds"], time.time(), os.isatty(2)
     bar = tqdm(total=args.num_iterations * args.num_envs, initial=iteration * args.num_envs, unit=" steps",
                dynamic_ncols=True, file=sys.stderr if terminal else open(os.devnull, "w"))
     totals = torch.zeros(2, len(METRICS), device=device)  # sums, and how many

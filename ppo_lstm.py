@@ -95,17 +95,17 @@ def parse_args():
             fail(f"{run} was made with {', '.join(changed)}: give no other value, or start a new run")
     args.batch_size = args.num_envs * args.num_steps
     args.num_iterations = args.total_timesteps // max(args.batch_size, 1)
-    positive = ("num_envs", "num_steps", "num_minibatches", "update_epochs", "checkpoint_interval", "eval_episodes",
-                "video_interval", "learning_rate", "clip_coef", "max_grad_norm", "hidden_size")
+    may_be_0 = ("seed", "num_threads", "gamma", "gae_lambda", "ent_coef", "vf_coef")
+    numbers = [(name, x) for name, x in asdict(args).items() if type(x) in (int, float)]
+    wrong = [name for name, x in numbers if not (0 < x < math.inf or x == 0 and name in may_be_0)]
     problems = [
-        (not all(getattr(args, name) > 0 for name in positive), f"{', '.join(positive)} must be above 0"),
-        (not 0 <= args.seed < 2**32 or args.num_threads < 0, "--seed must be in 0 .. 2**32 - 1, --num-threads from 0"),
-        (not (0 <= args.gamma <= 1 and 0 <= args.gae_lambda <= 1), "--gamma and --gae-lambda must be from 0 to 1"),
+        (wrong, f"{', '.join(wrong)} must be above 0 and finite ({', '.join(may_be_0)} may be 0)"),
+        (max(args.gamma, args.gae_lambda) > 1 or args.seed >= 2**32, "--gamma, --gae-lambda: up to 1, --seed: < 2**32"),
         (args.num_envs % max(args.num_minibatches, 1), "--num-envs must divide into --num-minibatches"),  # l4
         (args.norm_adv and args.batch_size == args.num_minibatches, "minibatches of one step need --no-norm-adv"),
         (args.num_iterations < 1, f"--total-timesteps is less than one rollout of {args.batch_size} steps"),
         (args.resume and args.evaluate or "" in (args.resume, args.evaluate), "give --resume or --evaluate a folder"),
-        (args.run_name and os.path.dirname(os.path.abspath(args.run_name)) != os.getcwd(), "--run-name must be a name"),
+        (args.run_name and ("/" in args.run_name or args.run_name in (".", "..")), "--run-name must be a name"),
     ]
     if sentences := [sentence for wrong, sentence in problems if wrong]:
         fail("; ".join(sentences))
@@ -484,7 +484,7 @@ if __name__ == "__main__":
         except Exception as error:  # network, server
             fail(f"--track: W&B doesn't start ({error}): try again, or set WANDB_MODE=offline and sync later", code=1)
     writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
-    start_time, last_line, terminal = time.time() - progress["wall_seconds"], time.time(), sys.stderr.isatty()
+    start_time, last_line, terminal = time.time() - progress["wall_seconds"], time.time(), os.isatty(2)
     bar = tqdm(total=args.num_iterations * args.batch_size, initial=iteration * args.batch_size, unit=" steps",
                dynamic_ncols=True, file=sys.stderr if terminal else open(os.devnull, "w"))
 

@@ -562,12 +562,21 @@ BAD_INPUT = {
     "nan-learning-rate": ("--learning-rate nan", 2, "learning_rate"),
     "negative-clip": ("--clip-coef -0.2", 2, "clip_coef"),
     "gamma": ("--gamma 1.5", 2, "gamma"),
-    "lambda": ("--gae-lambda -0.1", 2, "gae-lambda"),
+    "negative-lambda": ("--gae-lambda -0.1", 2, "gae_lambda"),
+    "lambda": ("--gae-lambda 1.1", 2, "--gae-lambda"),
     "negative-seed": ("--seed -1", 2, "seed"),
+    "seed": (f"--seed {2**32}", 2, "--seed"),
+    "negative-threads": ("--num-threads -1", 2, "num_threads"),
+    "nan-entropy": ("--ent-coef nan", 2, "ent_coef"),
+    "nan-limit": ("--target-kl nan", 2, "target_kl"),
+    "infinite-values": ("--vf-coef inf", 2, "vf_coef"),
+    "infinite-deviation": ("--init-log-std inf", 2, "--init-log-std"),
     "no-number": ("--num-envs two", 2, "num-envs"),
     "unknown-flag": ("--no-such-flag 1", 2, "--no-such-flag"),
     "run-name-too-long": (f"--run-name {'x' * 300}", 2, "--run-name"),
     "run-name-elsewhere": ("--run-name ../x/run", 2, "--run-name"),
+    "run-name-inside": ("--run-name x/../run", 2, "--run-name"),
+    "run-name-above": ("--run-name ..", 2, "--run-name"),
     "run-name-absolute": ("--run-name /nowhere/x/run", 2, "--run-name"),
     "resume-nothing": ("--resume runs/nowhere", 2, "runs/nowhere"),
     "evaluate-nothing": ("--evaluate runs/nowhere", 2, "runs/nowhere"),
@@ -887,6 +896,12 @@ def test_plain_progress(whole):
     (line,) = [line for line in result.stdout.splitlines() if "12000/12000" in line]
     assert "steps/s" in line and "return -" in line
     assert "\r" not in result.stdout + result.stderr
+
+
+def test_a_run_needs_no_stderr(tmp_path):
+    """As when it is started with 2>&-: then sys.stderr is None."""
+    result = run(tmp_path, f"{TINY_RUN} --total-timesteps 300", preexec_fn=lambda: os.close(2))
+    assert result.returncode == 0 and "evaluation:" in result.stdout, result.stdout
 
 
 def test_live_progress(tmp_path):

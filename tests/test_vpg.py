@@ -141,7 +141,7 @@ def test_runs_are_deterministic_and_resume_exactly(tmp_path):
 
 
 @pytest.mark.parametrize("flags, sentence", [
-    (["--total-timesteps", "0"], "must be above 0"), (["--gamma", "1.1"], "from 0 to 1"),
+    (["--total-timesteps", "0"], "must be above 0"), (["--gamma", "1.1"], "--gamma must be up to 1"),
     (["--num-envs", "0"], "must be above 0"), (["--baseline", "mean"], "mean")])
 def test_bad_flags_are_refused(flags, sentence, refused):
     assert sentence in refused(vpg, flags)
