@@ -7,6 +7,7 @@ Unlike there, a time limit is no termination (--no-bootstrap-truncated: as there
     python ppo_lstm.py --env-id CartPole-v1 --total-timesteps 500000
 """
 
+import io
 import json
 import math
 import os
@@ -368,17 +369,15 @@ def update(step_minibatches, params, optimizer, agent, batch, lr, clip_coef, arg
 
 def save_checkpoint(run_dir, checkpoint, logs):
     """Writes checkpoint.pt under a temporary name, fsyncs and renames it, so that a kill never leaves half of one."""
-    try:
-        for log in logs:
-            log.flush()
-        checkpoint["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.iterdir()}
-        with open(run_dir / "checkpoint.tmp", "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
-    except (OSError, RuntimeError) as error:
-        fail(f"can't write the checkpoint ({error}): mend that, then go on with --resume {run_dir}", code=1)
+    for log in logs:
+        log.flush()
+    checkpoint["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.iterdir()}
+    torch.save(checkpoint, buffer := io.BytesIO())  # to a file it makes of a full disk an error of its own
+    with open(run_dir / "checkpoint.tmp", "wb") as file:
+        file.write(buffer.getbuffer())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(run_dir):
@@ -428,6 +427,9 @@ if __name__ == "__main__":
 
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
+    sys.excepthook = lambda kind, error, trace: (  # a full disk, a pipe that nobody reads; mistakes keep their trace
+        fail(f"{error}: mend that, then --resume {run_dir} or, without a checkpoint, start anew", code=1)
+        if issubclass(kind, OSError) else sys.__excepthook__(kind, error, trace))
     if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
         fail(f"{run_dir} exists: choose another --run-name, or go on with --resume {run_dir}")
     video_dir = run_dir / "videos" if args.capture_video else None
@@ -459,10 +461,7 @@ if __name__ == "__main__":
     if iteration == args.num_iterations and (run_dir / "evaluation.json").exists():
         sys.exit(print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}"))
 
-    try:  # two runs started in one second must not share a folder
-        run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))
-    except OSError as error:
-        fail(f"can't make {run_dir} ({error.strerror}): choose another --run-name, or mend that")
+    run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))  # two runs of one second must not share it
     for path in run_dir.iterdir():  # what was logged after the checkpoint will be logged again
         if (path.name == "episodes.csv" or path.name.startswith("events.")) and not path.is_symlink():
             os.truncate(path, min(path.stat().st_size, progress["log_sizes"].get(path.name, 0)))

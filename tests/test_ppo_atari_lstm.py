@@ -197,6 +197,7 @@ def test_bfloat16_is_near_float32_and_stays_out_of_the_memory(monkeypatch):
     for rounded, output in zip(outputs, exact):
         assert rounded.dtype == torch.float32 and not torch.equal(rounded, output)
         torch.testing.assert_close(rounded, output, rtol=0.05, atol=0.1)
+    assert all(torch.equal(*pair) for pair in zip(agent.heads(obs, memory), outputs))  # outside of it, too
     hidden, after = recur(inputs[1], memory)
     torch.testing.assert_close((agent.actor(hidden).log_softmax(2), agent.critic(hidden)[:, :, 0], after), outputs)
 
