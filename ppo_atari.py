@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 import zipfile
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import distributions
@@ -470,9 +469,9 @@ if __name__ == "__main__":
 
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
-    sys.excepthook = weakref.proxy(explain := lambda kind, error, trace: (  # weak, or threads keep it and envs
-        print(f"error: {error}: mend that, then --resume {run_dir}, or start anew", file=sys.stderr)
-        if issubclass(kind, OSError) and not hasattr(sys, "ps1") else sys.__excepthook__(kind, error, trace)))
+    sys.excepthook = lambda kind, error, trace: (  # a full disk, a pipe that nobody reads; mistakes keep their trace
+        fail(f"{error}: mend that, then --resume {run_dir} or, without a checkpoint, start anew", code=1)
+        if issubclass(kind, OSError) else sys.__excepthook__(kind, error, trace))
     if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
         fail(f"{run_dir} exists: choose another --run-name, or go on with --resume {run_dir}")
     video_dir = run_dir / "videos" if args.capture_video else None

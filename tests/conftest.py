@@ -27,7 +27,6 @@ def run_script(monkeypatch, tmp_path):
     returns the module with its variables."""
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
     def run(path, *flags, code=0):
         module = types.ModuleType("__main__")

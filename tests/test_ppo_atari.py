@@ -769,18 +769,6 @@ def test_bad_input_is_refused_with_one_sentence(flags, words, tmp_path):
     assert len(error) == 1 and "Traceback" not in output and all(word in error[0] for word in words), output
 
 
-@pytest.mark.parametrize("stdout, code", [("/dev/full", 1), ("/dev/null", 0)])
-def test_a_run_ends_without_a_word_of_the_emulators(tmp_path, stdout, code):
-    """They report themselves where something outlives the run that holds them, be it the hook for what goes wrong."""
-    with open(stdout, "w") as file:
-        ended = subprocess.run([sys.executable, str(SCRIPT), *SMALL, "--total-timesteps", "64", "--run-name", "run"],
-                               cwd=tmp_path, stdout=file, stderr=subprocess.PIPE, text=True)
-    lines = [line for line in ended.stderr.splitlines() if not line.startswith(("A.L.E", "[Powered"))]
-    assert ended.returncode == code and not [line for line in lines if "leak" in line]
-    assert [line for line in lines if line.startswith("error: ")] == [
-        "error: [Errno 28] No space left on device: mend that, then --resume runs/run, or start anew"] * code
-
-
 def test_the_bright_side_is_found(run_script):
     module = run_script(SCRIPT, "--env-id", "BrightSideNoFrameskip-v4", "--total-timesteps", "2048", "--num-envs", "4",
                         "--num-steps", "32", "--num-minibatches", "2", "--no-compile", "--num-threads", "1",

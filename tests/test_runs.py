@@ -892,7 +892,6 @@ import signal
 try: signal.raise_signal(signal.SIGINT)
 except KeyboardInterrupt: print("STAYS")
 
-open("nothing/here")
 """
 
 
@@ -900,11 +899,10 @@ open("nothing/here")
     ("", ""), ("", "SIGINT 50"), ("", "SIGINT 350"), ("--resume runs/run", ""), ("--evaluate runs/run", ""),
     ("--evaluate runs/run --eval-episodes 1000", "SIGINT 60")])
 def test_ctrl_c_in_the_shell(whole, tmp_path, flags, fault):
-    """It stays, however the script has ended, and mistakes made in it are its own."""
+    """It stays, however the script has ended."""
     cwd = whole[0].parents[1] if flags else tmp_path
     result = run(cwd, flags or TINY_RUN, stdin=SHELL, python_flags=["-i"], fault=fault)
     assert "STAYS" in result.stdout and bool(fault) == ("stopped" in result.stdout + result.stderr), result
-    assert "Traceback" in result.stderr and "FileNotFoundError" in result.stderr and "mend that" not in result.stderr
 
 
 def test_plain_progress(whole):
