@@ -7,7 +7,6 @@ limit is no termination: the value of the last observation counts. To diff again
     python ddpg_continuous_action.py --env-id HalfCheetah-v5 --total-timesteps 1000000
 """
 
-import io
 import json
 import math
 import os
@@ -379,15 +378,17 @@ def compile_or_not(function, args, device):
 
 def save_checkpoint(run_dir, checkpoint, logs):
     """Writes checkpoint.pt under a temporary name, fsyncs and renames it, so that a kill never leaves half of one."""
-    for log in logs:
-        log.flush()
-    checkpoint["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.iterdir()}
-    torch.save(checkpoint, buffer := io.BytesIO())  # to a file it makes of a full disk an error of its own
-    with open(run_dir / "checkpoint.tmp", "wb") as file:
-        file.write(buffer.getbuffer())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+    try:
+        for log in logs:
+            log.flush()
+        checkpoint["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.iterdir()}
+        with open(run_dir / "checkpoint.tmp", "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+    except (OSError, RuntimeError) as error:
+        fail(f"can't write the checkpoint ({error}): mend that, then --resume {run_dir}, or start anew", code=1)
 
 
 def load_checkpoint(run_dir):
@@ -436,9 +437,6 @@ if __name__ == "__main__":
 
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
-    sys.excepthook = lambda kind, error, trace: (  # a full disk, a pipe that nobody reads; mistakes keep their trace
-        fail(f"{error}: mend that, then --resume {run_dir} or, without a checkpoint, start anew", code=1)
-        if issubclass(kind, OSError) else sys.__excepthook__(kind, error, trace))
     if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
         fail(f"{run_dir} exists: choose another --run-name, or go on with --resume {run_dir}")
     video_dir = run_dir / "videos" if args.capture_video else None
@@ -478,7 +476,10 @@ if __name__ == "__main__":
 
     learn = compile_or_not(ddpg_update, args, device)
 
-    run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))  # two runs of one second must not share it
+    try:  # two runs started in one second must not share a folder
+        run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))
+    except OSError as error:
+        fail(f"can't make {run_dir} ({error.strerror}): choose another --run-name, or mend that")
     replay = Replay(run_dir / "replay.bin", min(args.buffer_size, args.num_iterations * args.num_envs),
                     args.checkpoint_interval + args.num_envs, envs.obs_dim, envs.action_dim, iteration * args.num_envs)
     for path in run_dir.iterdir():  # what was logged after the checkpoint will be logged again
@@ -561,7 +562,7 @@ if __name__ == "__main__":
             writer.add_scalar("charts/SPS", int(global_step / (time.time() - start_time)), global_step)
             bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}" if recent_returns else "", refresh=False)
             bar.update(global_step - bar.n)
-            if not terminal and (time.time() - last_line > 5 or iteration == args.num_iterations):
+            if not (terminal or stop_signals) and (time.time() - last_line > 5 or iteration == args.num_iterations):
                 print(bar, flush=True)
                 last_line = time.time()
 

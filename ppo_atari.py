@@ -7,7 +7,6 @@ there, a time limit is no termination (--no-bootstrap-truncated: as there). To d
     python ppo_atari.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 10000000
 """
 
-import io
 import json
 import math
 import os
@@ -97,11 +96,11 @@ def parse_args():
             fail(f"{run} was made with {', '.join(changed)}: give no other value, or start a new run")
     args.batch_size = args.num_envs * args.num_steps
     args.num_iterations = args.total_timesteps // max(args.batch_size, 1)
-    may_be_0 = ("seed", "num_threads", "gamma", "gae_lambda", "ent_coef", "vf_coef")
+    may_be_0 = ("seed", "num_threads", "gamma", "gae_lambda", "ent_coef", "vf_coef", "target_kl")
     numbers = [(name, x) for name, x in asdict(args).items() if type(x) in (int, float)]
-    wrong = [name for name, x in numbers if not (0 < x < math.inf or x == 0 and name in may_be_0)]
+    wrong = [name for name, x in numbers if not (x > 0 or x == 0 and name in may_be_0)]
     problems = [
-        (wrong, f"{', '.join(wrong)} must be above 0 and finite ({', '.join(may_be_0)} may be 0)"),
+        (wrong, f"{', '.join(wrong)} must be above 0 ({', '.join(may_be_0)} may be 0)"),
         (max(args.gamma, args.gae_lambda) > 1 or args.seed >= 2**32, "--gamma, --gae-lambda: up to 1, --seed: < 2**32"),
         (args.batch_size % max(args.num_minibatches, 1), "--num-envs x --num-steps must divide into --num-minibatches"),
         (args.norm_adv and args.batch_size == args.num_minibatches, "minibatches of one step need --no-norm-adv"),
@@ -410,15 +409,17 @@ def compile_or_not(function, args, device):
 
 def save_checkpoint(run_dir, checkpoint, logs):
     """Writes checkpoint.pt under a temporary name, fsyncs and renames it, so that a kill never leaves half of one."""
-    for log in logs:
-        log.flush()
-    checkpoint["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.iterdir()}
-    torch.save(checkpoint, buffer := io.BytesIO())  # to a file it makes of a full disk an error of its own
-    with open(run_dir / "checkpoint.tmp", "wb") as file:
-        file.write(buffer.getbuffer())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+    try:
+        for log in logs:
+            log.flush()
+        checkpoint["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.iterdir()}
+        with open(run_dir / "checkpoint.tmp", "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+    except (OSError, RuntimeError) as error:
+        fail(f"can't write the checkpoint ({error}): mend that, then --resume {run_dir}, or start anew", code=1)
 
 
 def load_checkpoint(run_dir):
@@ -469,9 +470,6 @@ if __name__ == "__main__":
 
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
     run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
-    sys.excepthook = lambda kind, error, trace: (  # a full disk, a pipe that nobody reads; mistakes keep their trace
-        fail(f"{error}: mend that, then --resume {run_dir} or, without a checkpoint, start anew", code=1)
-        if issubclass(kind, OSError) else sys.__excepthook__(kind, error, trace))
     if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
         fail(f"{run_dir} exists: choose another --run-name, or go on with --resume {run_dir}")
     video_dir = run_dir / "videos" if args.capture_video else None
@@ -501,7 +499,10 @@ if __name__ == "__main__":
 
     step_minibatches = compile_or_not(update_minibatches, args, device)
 
-    run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))  # two runs of one second must not share it
+    try:  # two runs started in one second must not share a folder
+        run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))
+    except OSError as error:
+        fail(f"can't make {run_dir} ({error.strerror}): choose another --run-name, or mend that")
     for path in run_dir.iterdir():  # what was logged after the checkpoint will be logged again
         if (path.name == "episodes.csv" or path.name.startswith("events.")) and not path.is_symlink():
             os.truncate(path, min(path.stat().st_size, progress["log_sizes"].get(path.name, 0)))
@@ -576,7 +577,7 @@ if __name__ == "__main__":
         writer.add_scalar("charts/SPS", int(global_step / (time.time() - start_time)), global_step)
         bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}" if recent_returns else "", refresh=False)
         bar.update(args.batch_size)
-        if not terminal and (time.time() - last_line > 5 or iteration == args.num_iterations):
+        if not (terminal or stop_signals) and (time.time() - last_line > 5 or iteration == args.num_iterations):
             print(bar, flush=True)
             last_line = time.time()
 
