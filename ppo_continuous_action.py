@@ -100,7 +100,7 @@ def parse_args():
         (max(args.gamma, args.gae_lambda) > 1 or args.seed >= 2**32, "--gamma, --gae-lambda: up to 1, --seed: < 2**32"),
         (args.batch_size % max(args.num_minibatches, 1), "--num-envs x --num-steps must divide into --num-minibatches"),
         (args.norm_adv and args.batch_size == args.num_minibatches, "minibatches of one step need --no-norm-adv"),
-        (not abs(args.init_log_std) <= 50, "--init-log-std must be from -50 to 50"),
+        (not abs(args.init_log_std) <= 20, "--init-log-std must be from -20 to 20"),
         (args.num_iterations < 1, f"--total-timesteps is less than one rollout of {args.batch_size} steps"),
         (args.resume and args.evaluate or "" in (args.resume, args.evaluate), "give --resume or --evaluate a folder"),
         (args.run_name and ("/" in args.run_name or args.run_name in (".", "..")), "--run-name must be a name"),

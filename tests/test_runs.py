@@ -755,6 +755,12 @@ def test_full_disk_for_logs(tmp_path):
     assert_fails(result, 1, "checkpoint")
 
 
+def test_flags_at_their_ends(tmp_path):
+    """What means something is no bad input: no discount, no value loss, one epoch, no clipping, seed 0."""
+    succeed(tmp_path, f"{TINY_RUN} --gamma 0 --gae-lambda 0 --vf-coef 0 --target-kl 0 --clip-coef inf --seed 0 "
+                      "--max-grad-norm inf --init-log-std -20 --num-threads 0")
+
+
 def test_ctrl_c_that_ends_the_reader_too(tmp_path):
     """As with `| tee log`: the run is saved before it finds out."""
     run(tmp_path, TOY_RUN, fault="SIGINT 11950", preexec_fn=lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), 1))

@@ -18,7 +18,7 @@ SCRIPTS = sorted(ROOT.glob("*.py"))
 DIFFERENT = {
     "METRICS": (3, "what is learned"),
     "Args.checkpoint_interval": (3, "short iterations; steps where there are no iterations"),
-    "parse_args": (6, "sizes that must divide, and flags that may change on resume"),
+    "parse_args": (6, "sizes that must divide, flags that may be 0 or negative, or change on resume"),
     "make_env": (3, "kinds of environments"),
     "FRAMES": (2, "a stack of frames, or one"),
     "Envs": (4, "what the vector normalises, stacks and counts"),
