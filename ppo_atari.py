@@ -1,17 +1,36 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch==2.13.0",
+#     "gymnasium==1.4.0",
+#     "ale-py==0.12.1",
+#     "opencv-python-headless==5.0.0.93",
+#     "numpy==2.4.6; python_version >= '3.11'",
+#     "numpy==2.2.6; python_version < '3.11'",
+#     "tyro==1.0.17",
+#     "tqdm==4.70.1",
+#     "tensorboard==2.21.0",
+#     "wandb==0.31.0",
+#     "imageio[ffmpeg]==2.38.0",
+#     "imageio-ffmpeg==0.8.1",
+# ]
+# ///
 """PPO for Atari games, from pixels.
 
-Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of
-openai/baselines ppo2: G1 to G11, A1 to A10, X1, X3 mark them as "The 37 Implementation Details of PPO" counts. Unlike
-there, a time limit is no termination (--no-bootstrap-truncated: as there). To diff against ppo_continuous_action.py.
+Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the
+details of openai/baselines ppo2. The comments number them as "The 37 Implementation Details of
+PPO" does: G1 to G11, A1 to A10, X1, X3. Unlike in baselines, a time limit is not a termination;
+--no-bootstrap-truncated makes it one. To diff against ppo_continuous_action.py, ppo_atari_lstm.py.
 
     python ppo_atari.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 10000000
 """
 
+import io
 import json
 import math
 import os
-import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +39,7 @@ import zipfile
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import NamedTuple
 
 import ale_py
 import cv2
@@ -33,31 +53,34 @@ from torch.optim.adam import adam
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-FRAMES = 4  # that the network sees (A6)
+# --------------------------------------------------------------------------------------------------
+# Flags
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Args:
-    """All flags and their --help texts: how to run, record and go on; what is learned, and how."""
+    """All flags. The comments are what --help says."""
+
     exp_name: str = Path(__file__).stem  # name of the experiment, a part of the run's name
-    run_name: str | None = None  # folder of the run under runs/; without it ENV__EXPERIMENT__SEED__UNIXTIME
+    run_name: str | None = None  # folder under runs/, else ENV__EXPERIMENT__SEED__UNIXTIME
     seed: int = 1  # seed of the networks, the action noise, the minibatches and the environments
     torch_deterministic: bool = True  # use deterministic cuDNN algorithms
     cuda: bool = True  # use a GPU where there is one
-    compile: bool = True  # compile the update (half a minute or more the first time, less from the cache)
+    compile: bool = True  # compile the update (the first time half a minute or more)
     num_threads: int = 0  # threads of PyTorch (0: chosen by the script)
     track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "plainrl"  # project at Weights & Biases
     wandb_entity: str | None = None  # user or team at Weights & Biases
-    capture_video: bool = False  # record the evaluation, and training episodes of the first environment, under videos/
-    video_interval: int = 100  # record every N-th training episode
-    save_model: bool = False  # write the final weights to EXPERIMENT.cleanrl_model too, as CleanRL does
+    capture_video: bool = False  # film the evaluation and training episodes of one environment
+    video_interval: int = 100  # film every N-th training episode
+    save_model: bool = False  # write the final weights to EXPERIMENT.cleanrl_model too
     checkpoint_interval: int = 10  # iterations between checkpoints
-    eval_episodes: int = 10  # episodes of the evaluation: deterministic actions, own seeds, frozen normalisation
-    resume: str | None = None  # folder of a run to go on with, exactly as if it had never stopped; it knows its flags
-    evaluate: str | None = None  # folder of a run whose policy is played, without training; it knows its flags
-    env_id: str = "BreakoutNoFrameskip-v4"  # id of the Atari game: NAMENoFrameskip-v4 or ALE/NAME-v5
+    eval_episodes: int = 10  # episodes of the evaluation: deterministic actions, seeds of its own
+    resume: str | None = None  # folder of a run to go on with, exactly; it knows its flags
+    evaluate: str | None = None  # folder of a run whose policy is played; it knows its flags
+
+    env_id: str = "BreakoutNoFrameskip-v4"  # id of the game: NAMENoFrameskip-v4 or ALE/NAME-v5
     total_timesteps: int = 10000000  # steps of the run, all environments together
     learning_rate: float = 2.5e-4  # learning rate of Adam
     num_envs: int = 8  # number of environments
@@ -74,182 +97,327 @@ class Args:
     ent_coef: float = 0.01  # coefficient of the entropy
     vf_coef: float = 0.5  # coefficient of the value loss
     max_grad_norm: float = 0.5  # largest norm of the gradient, actor and critic together
-    target_kl: float | None = None  # an epoch whose mean approximate KL exceeds this is the iteration's last
-    bootstrap_truncated: bool = True  # bootstrap from the last observation of an episode that a time limit cut
+    target_kl: float | None = None  # an epoch whose approximate KL exceeds this is the last
+    bootstrap_truncated: bool = True  # bootstrap where a time limit has cut an episode
     amp: bool = False  # compute the network in bfloat16: faster, less exact
 
 
-def fail(message, code=2):
-    """Ends the program with one sentence: code 2 for bad input, 1 for a run that failed."""
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(code)
-
-
 def parse_args():
-    """Returns the flags and, for --resume and --evaluate, the run's checkpoint, whose flags they then are."""
-    args, checkpoint = tyro.cli(Args, description=__doc__.split("\n")[0]), None
-    if run := args.resume or args.evaluate:
-        own = (checkpoint := load_checkpoint(Path(run)))["args"]
-        args = tyro.cli(Args, default=replace(own, resume=args.resume, evaluate=args.evaluate))
-        free = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval", "checkpoint_interval")
-        if changed := [f"{k} = {v}" for k, v in asdict(own).items() if v != getattr(args, k) and k not in free]:
-            fail(f"{run} was made with {', '.join(changed)}: give no other value, or start a new run")
+    """Returns the flags, and the checkpoint that --resume or --evaluate starts from, or None."""
+    args, saved = read_flags(may_change=["checkpoint_interval"])
+    check(args.total_timesteps > 0, "--total-timesteps must be above 0")
+    check(args.learning_rate > 0, "--learning-rate must be above 0")
+    check(args.num_envs > 0, "--num-envs must be above 0")
+    check(args.num_steps > 0, "--num-steps must be above 0")
+    check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
+    check(0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1")
+    check(args.num_minibatches > 0, "--num-minibatches must be above 0")
+    check(args.update_epochs > 0, "--update-epochs must be above 0")
+    check(args.clip_coef > 0, "--clip-coef must be above 0")
+    check(args.ent_coef >= 0, "--ent-coef must be 0 or above")
+    check(args.vf_coef >= 0, "--vf-coef must be 0 or above")
+    check(args.max_grad_norm > 0, "--max-grad-norm must be above 0")
+    check(args.target_kl is None or args.target_kl >= 0, "--target-kl must be 0 or above")
+
     args.batch_size = args.num_envs * args.num_steps
-    args.num_iterations = args.total_timesteps // max(args.batch_size, 1)
-    may_be_0 = ("seed", "num_threads", "gamma", "gae_lambda", "ent_coef", "vf_coef", "target_kl")
-    numbers = [(name, x) for name, x in asdict(args).items() if type(x) in (int, float)]
-    wrong = [name for name, x in numbers if not (x > 0 or x == 0 and name in may_be_0)]
-    problems = [
-        (wrong, f"{', '.join(wrong)} must be above 0 ({', '.join(may_be_0)} may be 0)"),
-        (max(args.gamma, args.gae_lambda) > 1 or args.seed >= 2**32, "--gamma, --gae-lambda: up to 1, --seed: < 2**32"),
-        (args.batch_size % max(args.num_minibatches, 1), "--num-envs x --num-steps must divide into --num-minibatches"),
-        (args.norm_adv and args.batch_size == args.num_minibatches, "minibatches of one step need --no-norm-adv"),
-        (args.num_iterations < 1, f"--total-timesteps is less than one rollout of {args.batch_size} steps"),
-        (args.resume and args.evaluate or "" in (args.resume, args.evaluate), "give --resume or --evaluate a folder"),
-        (args.run_name and ("/" in args.run_name or args.run_name in (".", "..")), "--run-name must be a name"),
-    ]
-    if sentences := [sentence for wrong, sentence in problems if wrong]:
-        fail("; ".join(sentences))
-    return args, checkpoint
+    args.num_iterations = args.total_timesteps // args.batch_size
+    minibatch_size, rest = divmod(args.batch_size, args.num_minibatches)
+    check(rest == 0, "--num-envs x --num-steps must divide into --num-minibatches")
+    check(minibatch_size > 1 or not args.norm_adv, "minibatches of one step need --no-norm-adv")
+    check(args.num_iterations > 0, f"--total-timesteps is less than a rollout, {args.batch_size}")
+    return args, saved
 
 
-def make_env(env_id):
-    """Makes an Atari game, whose emulator neither skips frames nor repeats actions, or ends the program."""
-    if not (env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/") and env_id.endswith("-v5")):
-        fail(f"{env_id} is none of the Atari games that this script plays: NAMENoFrameskip-v4 or ALE/NAME-v5")
-    try:
-        env = gym.make(env_id, frameskip=1, repeat_action_probability=0.0, disable_env_checker=True).unwrapped
-        return env if env.ale and env.get_action_meanings()[0] == "NOOP" else fail(f"{env_id} has no NOOP action (A1)")
-    except Exception as error:  # environments have their own
-        fail(f"can't make {env_id}: {' '.join(str(error).split())}")
+# --------------------------------------------------------------------------------------------------
+# Environments
+# --------------------------------------------------------------------------------------------------
 
 
-def draw(screen, names, probabilities):
-    """screen (height, 160, 3) -> the same twice as large, beside it each action's name and, as a bar, probability."""
-    panel = np.zeros_like(screen)
-    for name, p, y in zip(names, probabilities, range(9, 209, 11)):
-        cv2.rectangle(panel, (88, y - 6), (88 + round(70 * float(p)), y), (255, 160, 0), -1)
-        cv2.putText(panel, name, (2, y), cv2.FONT_HERSHEY_PLAIN, 0.6, (255, 255, 255))
-    return np.hstack((screen, panel)).repeat(2, axis=0).repeat(2, axis=1)
+class NoopResetEnv(gym.Wrapper):
+    """Starts a game with 1 to 30 frames of no-ops (A1)."""
+
+    def reset(self, **kwargs):
+        self.env.reset(**kwargs)
+        for _ in range(self.np_random.integers(1, 31)):
+            obs, _, terminated, truncated, info = self.env.step(0)
+            if terminated or truncated:
+                obs, info = self.env.reset()
+        return obs, info
 
 
-class Envs:
-    """Atari games with openai/baselines' wrappers (common/atari_wrappers.py); obs: uint8 (num_envs, FRAMES, 84, 84). A
-    step that ends an episode, for the learner a lost life does too (A3), also resets it (Gymnasium's SAME_STEP)."""
-    COUNTERS = ("obs", "screens", "lives", "last_actions", "episode_returns", "episode_lengths", "episode_counts")
+class MaxAndSkipEnv(gym.Wrapper):
+    """Repeats an action for four frames and gives the maximum of the last two (A4)."""
 
-    def __init__(self, env_id, num_envs, seed, video_dir=None, video_interval=1):
-        self.envs = [make_env(env_id) for i in range(num_envs)]
-        self.action_names, self.probabilities, self.unseen = self.envs[0].get_action_meanings(), (), []
-        self.video_dir, self.video_interval, self.video = video_dir, video_interval, None
-        self.screens = np.zeros((num_envs, 2, *self.envs[0].ale.getScreenDims(), 3), np.uint8)
-        self.obs, self.episode_returns = np.zeros((num_envs, FRAMES, 84, 84), np.uint8), np.zeros(num_envs)
-        self.sticky = gym.spec(env_id.rpartition(":")[2]).kwargs.get("repeat_action_probability", 0.25)  # as ale_py
-        self.lives, self.last_actions, self.episode_lengths, self.episode_counts = np.zeros((4, num_envs), int)
-        for i, env_seed in enumerate(np.random.SeedSequence(seed).generate_state(num_envs)):
-            self.envs[i].reset(seed=int(env_seed))
-            self.reset_env(i)
-
-    def act(self, i, action):
-        """Plays a frame; in v5 games one in four repeats the last action, which the emulator's own state would lack."""
-        if not self.sticky or self.envs[i].np_random.random() >= self.sticky:
-            self.last_actions[i] = action
-        return self.envs[i].ale.act(self.envs[i]._action_set[self.last_actions[i]])
-
-    def skip(self, i, action):
-        """Four frames of an action, the last two kept (A4). Returns the reward, "life" or None, end of game or None."""
-        ale, reward = self.envs[i].ale, 0.0
-        for frame in range(4):
-            reward += self.act(i, action)
-            if frame >= 2:
-                ale.getScreenRGB(self.screens[i, frame - 2])
-            if ale.game_over() and frame < 3:
-                self.screens[i] = ale.getScreenRGB()
+    def step(self, action):
+        frame = 0  # black
+        total_reward = 0.0
+        for _ in range(4):
+            previous_frame = frame
+            frame, reward, terminated, truncated, info = self.env.step(action)
+            total_reward += reward
+            if terminated or truncated:
                 break
-        lost, self.lives[i] = "life" if 0 < ale.lives() < self.lives[i] else None, ale.lives()
-        self.episode_returns[i] += reward  # of the whole game, no-ops and FIRE after a lost life too
-        over = "truncation" if ale.game_truncated() else None
-        return reward, lost, "termination" if ale.game_over(with_truncation=False) else over
+        return np.maximum(previous_frame, frame), total_reward, terminated, truncated, info
 
-    def skip_unseen(self, i, action):
-        """skip() in a reset: its reward is not learned from, but a game that ends there counts. Returns what ended."""
-        _, lost, over = self.skip(i, action)
-        if over and self.episode_lengths[i]:
-            self.unseen.append((i, self.episode_returns.item(i), self.episode_lengths.item(i), over))
-        return over or lost
 
-    def begin(self, i, ended_by):
-        """Goes on with a no-op after a lost life (A3), or starts a game with 1 to 30 of them (A1)."""
-        ale = self.envs[i].ale
-        if ended_by != "life" or self.skip_unseen(i, 0) not in (None, "life"):
-            if i == 0 and self.video:
-                self.video = self.video.close()
-            self.episode_counts[i] += self.episode_lengths[i] > 0
-            self.episode_returns[i], self.episode_lengths[i], self.last_actions[i] = 0.0, 0, 0
-            ale.reset_game()
-            for _ in range(self.envs[i].np_random.integers(1, 31)):
-                self.act(i, 0)
-                if ale.game_over():
-                    ale.reset_game()
-            self.screens[i] = ale.getScreenRGB()
-        self.lives[i] = ale.lives()
+class RecordVideo(gym.Wrapper):
+    """Writes every interval-th episode to folder/episode-N.mp4, frame by frame.
 
-    def reset_env(self, i, ended_by=None):
-        """Starts an episode in game i, with FIRE and the action after it where a game has that (A2)."""
-        self.begin(i, ended_by)
-        for action in (1, 2) if "FIRE" in self.action_names else ():
-            if ended_by := self.skip_unseen(i, action):
-                self.begin(i, ended_by)
-        self.obs[i] = 0  # A6: as ppo2's VecFrameStack; the wrapper of DQN repeats the first frame instead
-        self.see(i)
+    Gymnasium's own keeps the frames of an episode in memory, a gigabyte for 1,000 of MuJoCo's.
+    """
 
-    def see(self, i):
-        """The maximum of the last two frames, grayscale, 84 x 84 (A5), becomes the newest of FRAMES (A6)."""
-        self.obs[i, :-1] = self.obs[i, 1:]
-        gray = cv2.cvtColor(np.maximum(*self.screens[i]), cv2.COLOR_RGB2GRAY)
-        self.obs[i, -1] = cv2.resize(gray, (84, 84), interpolation=cv2.INTER_AREA)
+    def __init__(self, env, folder, interval):
+        super().__init__(env)
+        self.folder = folder
+        self.interval = interval
+        self.starting = True
+        self.video = None
 
-    def step(self, actions, games=slice(None)):
-        """Steps games, a slice of them, by actions, int (n,). Returns the signs of the rewards (A7), float32 (n,), and
-        what ended, [(i, the game's return and length so far, "termination", "truncation" or "life", the observation
-        that the reset has replaced)]. A game that ends in a reset follows as one more."""
-        rewards, ended, self.unseen = [], [], []
-        for i, action in zip(range(len(self.envs))[games], actions):
-            episode, n = self.episode_counts[i], self.episode_lengths[i]  # n > 0: a run resumed in an episode
-            if i == 0 and self.video_dir and not self.video and episode % self.video_interval == 0:
-                self.video_dir.mkdir(parents=True, exist_ok=True)
-                path = self.video_dir / f"episode-{episode}{f'-from-step-{n}' if n else ''}.mp4"
-                self.video = imageio.get_writer(path, fps=15, macro_block_size=2)
-            if i == 0 and self.video:
-                self.video.append_data(draw(self.screens[i, 1], self.action_names, self.probabilities))
-            reward, lost, over = self.skip(i, action)
-            rewards.append(reward)
-            self.see(i)
-            self.episode_lengths[i] += 1
-            if ended_by := over if over == "termination" else lost or over:
-                ended += [(i, self.episode_returns.item(i), self.episode_lengths.item(i), ended_by, self.obs[i].copy())]
-        for i, *_, ended_by, _ in ended:
-            self.reset_env(i, ended_by)
-        return np.sign(np.float32(rewards)), ended + [(*game, self.obs[game[0]].copy()) for game in self.unseen]
+    def reset(self, **kwargs):
+        self.close_video()
+        self.starting = True
+        return self.env.reset(**kwargs)
 
-    def state(self, games=slice(None)):
-        """All that load_state needs of games, a slice of them, as tensors and plain Python values."""
-        for ale in (emulators := [env.ale for env in self.envs[games]]):  # to go on from what is saved, as load_state
-            ale.restoreState(ale.cloneState(include_rng=True))  # does: in Miniature Golf that isn't all that there was
-        state = {name: torch.tensor(getattr(self, name)[games]) for name in self.COUNTERS}
-        return state | {"games": [ale.cloneState(include_rng=True).serialize() for ale in emulators],
-                        "random": [env.np_random.bit_generator.state for env in self.envs[games]]}
+    def step(self, action):
+        episode = self.get_wrapper_attr("episode_count")
+        if self.starting and episode % self.interval == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / f"episode-{episode}.mp4"
+            fps = self.env.metadata.get("render_fps", 30)
+            self.video = imageio.get_writer(path, fps=fps, macro_block_size=2)
+            self.video.append_data(self.env.render())
+        self.starting = False
 
-    def load_state(self, state, games=slice(None)):
-        """Goes on from a state()."""
-        for name in self.COUNTERS:
-            getattr(self, name)[games] = state[name].numpy()
-        for i, bits, random_state in zip(range(len(self.envs))[games], state["games"], state["random"]):
-            self.envs[i].np_random.bit_generator.state = random_state
-            self.envs[i].ale.restoreState(ale_py.ALEState(bits))
-            if self.envs[i].ale.cloneState(include_rng=True).serialize() != bits:
-                print(f"environment {i} can't be brought back to where it was: it starts a new episode")
-                self.reset_env(i)
+        result = self.env.step(action)
+        if self.video is not None:
+            self.video.append_data(self.env.render())
+        return result
+
+    def close_video(self):
+        if self.video is not None:
+            self.video.close()
+        self.video = None
+
+    def close(self):
+        self.close_video()
+        self.env.close()
+
+
+class EpisodicLifeEnv(gym.Wrapper):
+    """A lost life is a termination; the reset after it is a no-op, and the game goes on (A3)."""
+
+    was_real_done = True
+
+    def reset(self, seed=None, options=None):
+        if self.was_real_done or seed is not None:
+            obs, info = self.env.reset(seed=seed)
+        else:
+            obs, _, terminated, truncated, info = self.env.step(0)
+            if terminated or truncated:
+                obs, info = self.env.reset()
+        self.lives = info["lives"]
+        return obs, info
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self.was_real_done = terminated or truncated
+        lost_life = 0 < info["lives"] < self.lives  # some games go on for a while with 0
+        self.lives = info["lives"]
+        return obs, reward, terminated or lost_life, truncated, info
+
+
+class FireResetEnv(gym.Wrapper):
+    """Starts with FIRE and the action after it, for games that wait for FIRE (A2)."""
+
+    def reset(self, **kwargs):
+        self.env.reset(**kwargs)
+        for action in (1, 2):
+            obs, _, terminated, truncated, info = self.env.step(action)
+            if terminated or truncated:
+                obs, info = self.env.reset()
+        return obs, info
+
+
+class WarpFrame(gym.ObservationWrapper):
+    """Frames in gray, 84 x 84 (A5)."""
+
+    def observation(self, frame):
+        frame = cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY)
+        return cv2.resize(frame, (84, 84), interpolation=cv2.INTER_AREA)
+
+
+class ClipRewardEnv(gym.RewardWrapper):
+    """The signs of the rewards (A7)."""
+
+    def reward(self, reward):
+        return np.sign(reward)
+
+
+class FrameStack(gym.Wrapper):
+    """The last four frames, (4, 84, 84); those before the reset are black, as in ppo2 (A6)."""
+
+    def reset(self, **kwargs):
+        frame, info = self.env.reset(**kwargs)
+        self.frames = np.zeros((4, 84, 84), np.uint8)
+        self.frames[-1] = frame
+        return self.frames, info
+
+    def step(self, action):
+        frame, reward, terminated, truncated, info = self.env.step(action)
+        self.frames = np.concatenate((self.frames[1:], frame[None]))
+        return self.frames, reward, terminated, truncated, info
+
+
+class ReplayEnv(gym.Wrapper):
+    """An environment that resets itself and that can be saved and brought back exactly.
+
+    A step that ends an episode also resets it: the step's observation is the first of the next
+    episode, and info["final_obs"] is the one that the reset has replaced (Gymnasium's SAME_STEP).
+
+    Given a seed and actions, an environment always does the same. So it is saved as its last seed
+    and the actions since, which are played again to bring it back. It gets a new seed with the
+    first episode that starts more than steps_per_seed steps after the last one.
+    """
+
+    def __init__(self, env, steps_per_seed=1000):
+        super().__init__(env)
+        self.steps_per_seed = steps_per_seed
+
+    def reset(self, seed, options=None):
+        """Starts anew; seed determines this seed of the environment and all later ones."""
+        self.seed = seed
+        return self.reset_with_new_seed()
+
+    def reset_with_new_seed(self):
+        """Starts an episode with a seed of its own."""
+        self.first_episode = self.get_wrapper_attr("episode_count")
+        self.actions = []
+        sequence = np.random.SeedSequence((self.seed, self.first_episode))
+        (seed,) = sequence.generate_state(1)
+        self.obs, info = self.env.reset(seed=int(seed))
+        return self.obs, info
+
+    def step(self, action):
+        self.actions.append(action.copy())
+        self.obs, reward, terminated, truncated, info = self.env.step(action)
+        if terminated or truncated:
+            info["final_obs"] = self.obs
+            game_over = "episode" in info  # in Atari, a lost life is the end of an episode, too
+            if game_over and len(self.actions) >= self.steps_per_seed:
+                self.reset_with_new_seed()
+            else:
+                self.obs, _ = self.env.reset()
+        return self.obs, float(reward), terminated, truncated, info
+
+    def state_dict(self):
+        return {
+            "seed": self.seed,
+            "first_episode": self.first_episode,
+            "actions": torch.tensor(np.array(self.actions)),
+            "obs": torch.tensor(self.obs),
+        }
+
+    def load_state_dict(self, state):
+        self.set_wrapper_attr("episode_count", state["first_episode"])
+        self.reset(state["seed"])
+        for action in state["actions"].numpy():
+            self.step(action)
+        if not np.array_equal(self.obs, state["obs"].numpy()):
+            print("an environment can't be brought back to where it was: it starts a new episode")
+            self.reset_with_new_seed()
+
+
+def make_env(env_id, video_dir=None, video_interval=1):
+    """Makes a game, filmed if there is a video_dir, or ends the program.
+
+    The wrappers are openai/baselines' (common/atari_wrappers.py). In the v5 games the emulator
+    repeats the last action with probability 0.25.
+    """
+    known = re.fullmatch(r"\w+NoFrameskip-v4|ALE/\w+-v5", env_id)
+    check(known, f"{env_id} is not an Atari game: NAMENoFrameskip-v4 or ALE/NAME-v5")
+    options = {}
+    if video_dir:
+        options["render_mode"] = "rgb_array"
+    gym.register_envs(ale_py)
+    try:
+        env = gym.make(env_id, frameskip=1, disable_env_checker=True, **options)
+        env.reset(seed=0)
+    except Exception as error:  # environments raise their own
+        fail(f"can't make {env_id}: {' '.join(str(error).split())}")
+    actions = env.unwrapped.get_action_meanings()
+    check(actions[0] == "NOOP", f"{env_id} has no NOOP action (A1)")
+
+    env = NoopResetEnv(env)
+    env = MaxAndSkipEnv(env)
+    env = gym.wrappers.RecordEpisodeStatistics(env)
+    if video_dir:
+        env.metadata = {**env.metadata, "render_fps": 15}  # every fourth of 60 frames
+        env = RecordVideo(env, video_dir, video_interval)
+    env = EpisodicLifeEnv(env)
+    if "FIRE" in actions:
+        env = FireResetEnv(env)
+    env = WarpFrame(env)
+    env = ClipRewardEnv(env)
+    env = FrameStack(env)
+    return ReplayEnv(env, steps_per_seed=5000)  # with a seed, a reset takes 85 ms, without it 4
+
+
+class Episode(NamedTuple):
+    """A game that has ended."""
+
+    env: int
+    episode_return: float  # sum of the rewards as they came from the game
+    length: int  # steps of four frames, those of resets included
+    ended_by: str  # "termination" or "truncation"
+    final_obs: np.ndarray  # the observation, as the agent sees it, that a reset has replaced
+
+
+class VecEnv:
+    """Environments, stepped one after another; obs (num_envs, *obs_shape): where they are now."""
+
+    def __init__(self, envs, seed):
+        self.envs = envs
+        self.action_space = envs[0].action_space
+        seeds = np.random.SeedSequence(seed).generate_state(len(envs))
+        self.obs = np.stack([env.reset(int(seeds[i]))[0] for i, env in enumerate(envs)])
+
+    def step(self, actions):
+        """Steps each environment by its row of actions (num_envs, ...).
+
+        Returns the rewards, float64, the terminations (of a game or a life) and truncations, bool,
+        all (num_envs,), and the games that ended.
+        """
+        rewards = np.zeros(len(self.envs))
+        terminations = np.zeros(len(self.envs), bool)
+        truncations = np.zeros(len(self.envs), bool)
+        episodes = []
+        for i, env in enumerate(self.envs):
+            games = env.get_wrapper_attr("episode_count")
+            self.obs[i], rewards[i], terminations[i], truncations[i], info = env.step(actions[i])
+            # A game ends in this step, or in the reset after the life that is lost in this step
+            if env.get_wrapper_attr("episode_count") > games:
+                episode_return = float(env.get_wrapper_attr("return_queue")[-1])
+                length = env.get_wrapper_attr("length_queue")[-1]
+                ended_by = "termination" if terminations[i] else "truncation"
+                episodes.append(Episode(i, episode_return, length, ended_by, info["final_obs"]))
+        return rewards, terminations, truncations, episodes
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+
+    def state_dict(self):
+        return {"envs": [env.state_dict() for env in self.envs]}
+
+    def load_state_dict(self, state):
+        for i, env in enumerate(self.envs):
+            env.load_state_dict(state["envs"][i])
+            self.obs[i] = env.obs
+
+
+# --------------------------------------------------------------------------------------------------
+# Networks
+# --------------------------------------------------------------------------------------------------
 
 
 def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
@@ -260,337 +428,665 @@ def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
 
 
 class Agent(nn.Module):
-    """The network of https://www.nature.com/articles/nature14236, shared by policy and value (A9, A10)."""
-    def __init__(self, num_actions, args):
+    """The network of https://www.nature.com/articles/nature14236, of policy and value (A9, A10)."""
+
+    def __init__(self, num_actions, amp=False):
         super().__init__()
-        self.args, self.network = args, nn.Sequential(
-            layer_init(nn.Conv2d(FRAMES, 32, 8, 4)), nn.ReLU(), layer_init(nn.Conv2d(32, 64, 4, 2)), nn.ReLU(),
-            layer_init(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten(), layer_init(nn.Linear(3136, 512)), nn.ReLU())
-        self.actor, self.critic = layer_init(nn.Linear(512, num_actions), 0.01), layer_init(nn.Linear(512, 1), 1.0)
+        self.amp = amp
+        self.network = nn.Sequential(
+            layer_init(nn.Conv2d(4, 32, 8, stride=4)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(32, 64, 4, stride=2)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(64, 64, 3)),
+            nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(3136, 512)),
+            nn.ReLU(),
+        )
+        self.actor = layer_init(nn.Linear(512, num_actions), 0.01)
+        self.critic = layer_init(nn.Linear(512, 1), 1.0)
 
     def heads(self, obs):
-        """obs uint8 (n, FRAMES, 84, 84) -> log-probabilities (n, num_actions), values (n,), float32."""
-        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.args.amp):
-            hidden = self.network((obs / 255.0).contiguous(memory_format=torch.channels_last))  # A8
+        """obs uint8 (n, 4, 84, 84) -> log-probabilities (n, num_actions), values (n,), float32."""
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.amp):
+            pixels = (obs / 255.0).contiguous(memory_format=torch.channels_last)  # A8
+            hidden = self.network(pixels)
             return self.actor(hidden).float().log_softmax(1), self.critic(hidden).float().squeeze(1)
 
     def forward(self, obs, actions):
-        """obs, actions int64 (n,) -> log-probabilities of the actions, entropy, values, each (n,)."""
+        """obs, actions int64 (n,) -> logprobs of the actions, entropy, values, each (n,)."""
         logits, values = self.heads(obs)
-        return logits.gather(1, actions[:, None]).squeeze(1), -(logits.exp() * logits).sum(1), values
+        logprobs = logits.gather(1, actions[:, None]).squeeze(1)
+        entropy = -(logits.exp() * logits).sum(1)
+        return logprobs, entropy, values
 
     @torch.no_grad()
     def step(self, obs):
-        """heads, with arrays."""
-        return [x.cpu().numpy() for x in self.heads(torch.from_numpy(obs).to(self.actor.bias.device))]
+        """heads, for arrays."""
+        logits, values = self.heads(torch.from_numpy(obs).to(self.actor.bias.device))
+        return logits.cpu().numpy(), values.cpu().numpy()
 
 
-def in_processes(play, envs):
-    """play(games) for slices of all games, the first here, one for each other of PyTorch's threads in a forked process,
-    of which result and games come back, no more. Returns the results joined: arrays (x, num_envs, ...), and a list."""
-    threads, n = torch.get_num_threads(), len(envs.envs)
-    parts = min(threads, n) if sys.platform == "linux" and not torch.cuda.is_available() else 1
-    first, *others = [slice(part * n // parts, (part + 1) * n // parts) for part in range(parts)]
-    workers = 0 if envs.video_dir else len(others)  # ffmpeg ends when no process has its input open, and is waited for
-    children = iter(torch.utils.data.DataLoader(
-        others, None, num_workers=workers, multiprocessing_context="fork" if workers else None,
-        worker_init_fn=lambda _: (os.setsid(), signal.signal(signal.SIGTERM, signal.SIG_IGN),  # left to the parent
-                                  torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)),  # they end with it
-        collate_fn=lambda games: pickle.dumps((*play(games), envs.state(games)))))
-    torch.set_num_threads(1 if others else threads)  # as every worker has
-    try:
-        *arrays, episodes, states = zip((*play(first), None), *map(pickle.loads, children))
-    except RuntimeError as error:
-        raise error if "(pid" not in str(error) else fail(f"{error} - mend that, then go on with --resume", code=1)
-    finally:
-        torch.set_num_threads(threads)
-    for games, state in zip(others, states[1:]):
-        envs.load_state(state, games)
-    return *[np.concatenate(array, 1) for array in arrays], sorted(sum(episodes, []), key=lambda episode: episode[0])
+# --------------------------------------------------------------------------------------------------
+# PPO
+# --------------------------------------------------------------------------------------------------
+
+METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 
 
 def rollout(agent, envs, num_steps):
-    """Plays num_steps in each game (G10). Returns uint8 obs (num_steps, num_envs, FRAMES, 84, 84), of the first two
-    dimensions int64 actions, float32 logprobs, values, rewards, bool terminations (lost lives too) and truncations, and
-    the games that ended, [(step, i, return, length, ended_by, final_obs)], see Envs.step."""
-    noise = -torch.empty(num_steps, len(envs.envs), len(envs.action_names)).exponential_().log().numpy()
+    """Plays num_steps in each environment (G10).
 
-    def play(games):
-        steps, episodes = [], []
-        for step in range(num_steps):
-            obs = envs.obs[games].copy()
-            logits, values = agent.step(obs)
-            actions = (logits + noise[step, games]).argmax(1)  # Gumbel noise: a sample of the policy
-            logprobs = np.take_along_axis(logits, actions[:, None], 1)[:, 0]
-            rewards, ended = envs.step(actions, games)
-            terminations, truncations = np.zeros((2, len(obs)), bool)
-            for i, *_, ended_by, _ in ended:
-                (truncations if ended_by == "truncation" else terminations)[i - games.start] = True
-            episodes += [(step, *game) for game in ended if game[3] != "life"]
-            steps.append((obs, actions, logprobs, values, rewards, terminations, truncations))
-        return *[np.stack(arrays) for arrays in zip(*steps)], episodes
-    return in_processes(play, envs)
+    Returns arrays (num_steps, num_envs, ...): uint8 obs, int64 actions, float32 logprobs, values
+    and rewards, bool terminations and truncations; and the games that ended, each with its last
+    step.
+    """
+    shape = (num_steps, *envs.obs.shape)
+    obs = np.zeros(shape, np.uint8)
+    actions = np.zeros(shape[:2], np.int64)
+    logprobs = np.zeros(shape[:2], np.float32)
+    values = np.zeros(shape[:2], np.float32)
+    rewards = np.zeros(shape[:2], np.float32)
+    terminations = np.zeros(shape[:2], bool)
+    truncations = np.zeros(shape[:2], bool)
+    episodes = []
+    gumbel_noise = -torch.empty(*shape[:2], envs.action_space.n).exponential_().log().numpy()
+
+    for step in range(num_steps):
+        obs[step] = envs.obs
+        logits, values[step] = agent.step(envs.obs)
+        actions[step] = (logits + gumbel_noise[step]).argmax(1)  # a sample of the policy
+        logprobs[step] = np.take_along_axis(logits, actions[step][:, None], 1)[:, 0]
+        rewards[step], terminations[step], truncations[step], ended = envs.step(actions[step])
+        episodes += [(step, episode) for episode in ended]
+    return obs, actions, logprobs, values, rewards, terminations, truncations, episodes
 
 
 def compute_advantages(rewards, values, next_values, terminations, dones, gamma, gae_lambda):
-    """Generalized advantage estimation (G2): https://arxiv.org/abs/1506.02438, baselines ppo2/runner.py.
-    All arrays (num_steps, num_envs). next_values: of the observation that truly followed each step, before any reset;
-    after a termination they don't count. The sum ends with the episode, at dones."""
+    """Generalized advantage estimation (G2): https://arxiv.org/abs/1506.02438.
+
+    All arrays (num_steps, num_envs). next_values: of the observation that truly followed each
+    step, before any reset; after a termination they don't count. The sum ends with the episode, at
+    dones.
+    """
     deltas = rewards + gamma * np.where(terminations, np.float32(0), next_values) - values
     decays = gamma * gae_lambda * ~dones
-    advantages, last = np.zeros_like(deltas), np.zeros_like(deltas[0])
+    advantages = np.zeros_like(deltas)
+    last = np.zeros_like(deltas[0])
     for step in reversed(range(len(deltas))):
-        advantages[step] = last = deltas[step] + decays[step] * last
+        last = deltas[step] + decays[step] * last
+        advantages[step] = last
     return advantages
 
 
+def explained_variance(values, returns):
+    """1 - Var[returns - values] / Var[returns], arrays; nan where all returns are equal."""
+    variance = np.var(returns)
+    if variance == 0:
+        return np.nan
+    return 1 - np.var(returns - values) / variance
+
+
+def call(module, params, *inputs):
+    """module(*inputs), with its parameters taken from the flat tensor params."""
+    views = {}
+    sizes = [parameter.numel() for parameter in module.parameters()]
+    for (name, parameter), view in zip(module.named_parameters(), params.split(sizes)):
+        views[name] = view.view(parameter.shape)
+    return torch.func.functional_call(module, views, inputs)
+
+
 def ppo_loss(params, agent, batch, clip_coef, args):
-    """PPO's loss on a minibatch: returns it and METRICS, float32 (6,). params: the parameters as one flat tensor;
-    batch: obs and actions as the agent takes them, and logprobs, advantages, returns, values (n,)."""
-    views = params.split([p.numel() for p in agent.parameters()])
-    views = {name: view.view(p.shape) for (name, p), view in zip(agent.named_parameters(), views)}
-    logprobs, entropy, values = torch.func.functional_call(agent, views, (batch["obs"], batch["actions"]))
+    """PPO's loss on a minibatch: returns it and METRICS, float32 (6,).
+
+    params: the agent's parameters as one flat tensor; batch: obs and actions as the agent takes
+    them, and logprobs, advantages, returns, values (n,).
+    """
+    logprobs, entropy, values = call(agent, params, batch["obs"], batch["actions"])
     logratio = logprobs - batch["logprobs"]
-    ratio, advantages = logratio.exp(), batch["advantages"]
+    ratio = logratio.exp()
+
+    advantages = batch["advantages"]
     if args.norm_adv:  # G3
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     clipped_ratio = torch.clamp(ratio, 1 - clip_coef, 1 + clip_coef)
     policy_loss = torch.max(-advantages * ratio, -advantages * clipped_ratio).mean()  # G1
+
     value_losses = (values - batch["returns"]) ** 2
     if args.clip_vloss:  # G4
-        clipped_values = batch["values"] + torch.clamp(values - batch["values"], -clip_coef, clip_coef)
+        change = torch.clamp(values - batch["values"], -clip_coef, clip_coef)
+        clipped_values = batch["values"] + change
         value_losses = torch.max(value_losses, (clipped_values - batch["returns"]) ** 2)
-    value_loss, entropy = 0.5 * value_losses.mean(), entropy.mean()
+    value_loss = 0.5 * value_losses.mean()
+
+    entropy = entropy.mean()
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss  # G5
-    old_approx_kl, approx_kl = (-logratio).mean(), ((ratio - 1) - logratio).mean()  # joschu.net/blog/kl-approx.html
+
+    old_approx_kl = (-logratio).mean()
+    approx_kl = ((ratio - 1) - logratio).mean()  # http://joschu.net/blog/kl-approx.html
     clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
-    return loss, torch.stack((policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac)).detach()
+    metrics = (policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac)
+    return loss, torch.stack(metrics).detach()
 
 
-def update_minibatches(params, optimizer, agent, batch, indices, lr, clip_coef, args):
-    """A step of Adam (G11), in place, for each row of indices (k, minibatch_size); returns the sum of their METRICS."""
-    total, compiling = torch.zeros(len(METRICS), device=params.device), torch.compiler.is_compiling()
+class FlatAdam(nn.Module):
+    """Adam on the parameters of a module as one flat tensor, of which they become views.
+
+    One step is then a few large operations, not many small ones for each layer. It is an
+    nn.Module for its state_dict(), which leaves params to the module that they belong to.
+    """
+
+    def __init__(self, module, eps, weight_decay=0.0):
+        super().__init__()
+        self.eps = eps
+        self.weight_decay = weight_decay
+        self.params = nn.utils.parameters_to_vector(module.parameters()).detach()
+        nn.utils.vector_to_parameters(self.params, module.parameters())
+        self.register_buffer("exp_avg", torch.zeros_like(self.params))
+        self.register_buffer("exp_avg_sq", torch.zeros_like(self.params))
+        self.register_buffer("steps", self.params.new_zeros(()))
+
+    def step(self, grads, lr):
+        """Takes a step, in place, with flat gradients."""
+        adam(
+            [self.params],
+            [grads],
+            [self.exp_avg],
+            [self.exp_avg_sq],
+            [],
+            [self.steps],
+            lr=lr,
+            eps=self.eps,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=self.weight_decay,
+            amsgrad=False,
+            maximize=False,
+            fused=not torch.compiler.is_compiling(),
+        )
+
+
+def clip_grads(grads, max_norm):
+    """Flat gradients, scaled down to the norm max_norm where theirs is larger (G8)."""
+    return grads * torch.clamp(max_norm / (grads.norm() + 1e-6), max=1.0)
+
+
+def update_minibatches(optimizer, agent, batch, indices, lr, clip_coef, args):
+    """A step of Adam for each row of indices (k, minibatch_size); returns the sum of METRICS."""
+    total = torch.zeros(len(METRICS), device=optimizer.params.device)
     for row in indices.unbind():
-        minibatch, leaf = {name: x[row] for name, x in batch.items()}, params.detach().requires_grad_()
-        loss, metrics = ppo_loss(leaf, agent, minibatch, clip_coef, args)
-        grads = torch.autograd.grad(loss, leaf)[0]
-        grads = grads * torch.clamp(args.max_grad_norm / (grads.norm() + 1e-6), max=1.0)  # G8: the norm of them all
-        adam([params], [grads], [optimizer["exp_avg"]], [optimizer["exp_avg_sq"]], [], [optimizer["step"]], lr=lr,
-             eps=1e-5, beta1=0.9, beta2=0.999, weight_decay=0.0, amsgrad=False, maximize=False, fused=not compiling)
+        minibatch = {name: x[row] for name, x in batch.items()}
+        params = optimizer.params.detach().requires_grad_()
+        loss, metrics = ppo_loss(params, agent, minibatch, clip_coef, args)
+        (grads,) = torch.autograd.grad(loss, params)
+        optimizer.step(clip_grads(grads, args.max_grad_norm), lr)
         total = total + metrics
     return total
 
 
-def update(step_minibatches, params, optimizer, agent, batch, lr, clip_coef, args):
-    """PPO's epochs over a batch, in place, by update_minibatches, compiled or not; returns the mean of METRICS."""
-    epochs, rows = [], 2 - args.num_minibatches % 2  # of indices in one call: 2 run faster than 1, 4 compile too long
+def update(step_minibatches, optimizer, agent, batch, lr, clip_coef, args):
+    """PPO's epochs over a batch, by update_minibatches, compiled or not; returns mean METRICS."""
+    rows = 2 - args.num_minibatches % 2  # in a call: two run faster than one, four compile too long
+    epochs = []
     for _ in range(args.update_epochs):
-        indices = torch.randperm(len(batch["obs"])).view(args.num_minibatches, -1).to(params.device)  # G7
-        calls = [step_minibatches(params, optimizer, agent, batch, i, lr, clip_coef, args) for i in indices.split(rows)]
-        epochs.append(torch.stack(calls).sum(0) / args.num_minibatches)
-        if args.target_kl is not None and epochs[-1][METRICS.index("approx_kl")] > args.target_kl:  # X3
+        indices = torch.randperm(len(batch["obs"])).view(args.num_minibatches, -1)  # G7
+        indices = indices.to(optimizer.params.device)
+        sums = []
+        for minibatches in indices.split(rows):
+            sums.append(step_minibatches(optimizer, agent, batch, minibatches, lr, clip_coef, args))
+        epochs.append(torch.stack(sums).sum(0) / args.num_minibatches)
+        approx_kl = epochs[-1][METRICS.index("approx_kl")]
+        if args.target_kl is not None and approx_kl > args.target_kl:  # X3
             break
     return torch.stack(epochs).mean(0).cpu()
 
 
 def compile_or_not(function, args, device):
-    """function, compiled, where --compile is on and the machine has what that takes."""
-    # With a threshold of 4 Adam's powers of its step are computed once, not anew for every eight parameters
-    options = {"cpp_wrapper": True, "realize_opcount_threshold": 4} if device.type == "cpu" else {}
-    if args.compile:
-        try:
-            torch.compile(torch.sin, options=options)(torch.ones(1, device=device))
-            torch._dynamo.config.trace_autograd_ops = True  # else it doesn't take torch.autograd.grad
-            return torch.compile(function, fullgraph=True, dynamic=False, options=options)  # new floats compile anew
-        except Exception as error:  # a compiler, its headers, its cache folder: whatever is missing is in the message
-            print(f"running without compilation, slower: {str(error).strip().splitlines()[0][:200]}")
-    return function
-
-
-def save_checkpoint(run_dir, checkpoint, logs):
-    """Writes checkpoint.pt under a temporary name, fsyncs and renames it, so that a kill never leaves half of one."""
+    """Returns function, compiled if --compile is on and the machine has what that takes."""
+    if not args.compile:
+        return function
+    options = {}
+    if device.type == "cpu":
+        # With a threshold of 4, powers of Adam's betas are computed once, not for every eight
+        # parameters
+        options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}
     try:
-        for log in logs:
-            log.flush()
-        checkpoint["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.iterdir()}
-        with open(run_dir / "checkpoint.tmp", "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
-    except (OSError, RuntimeError) as error:
-        fail(f"can't write the checkpoint ({error}): mend that, then --resume {run_dir}, or start anew", code=1)
-
-
-def load_checkpoint(run_dir):
-    """Reads a run's checkpoint or ends the program; weights_only, so that a stranger's file can't run code."""
-    path, script = run_dir / "checkpoint.pt", Path(__file__).name
-    try:
-        if broken := zipfile.ZipFile(path).testzip():  # torch.load doesn't look at checksums
-            raise ValueError(f"bad checksum of {broken}")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["script"] != script:
-            fail(f"{path} was made by {checkpoint['script']}, not by {script}: run that script")
-        return checkpoint | {"args": Args(**checkpoint["args"])}
-    except Exception as error:  # torch.load raises what it likes
-        reason = " ".join(str(error).split())[:150]
-        fail(f"{path} is missing, damaged or not of this {script} ({reason}): give another run, or start one")
+        torch.compile(torch.sin, options=options)(torch.ones(1, device=device))
+    except Exception as error:  # whatever is missing (compiler, headers, cache) is in the message
+        reason = str(error).strip().splitlines()[0][:200]
+        print(f"running without compilation, slower: {reason}")
+        return function
+    torch._dynamo.config.trace_autograd_ops = True  # else it can't compile torch.autograd.grad
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
 def evaluate(agent, args, video_dir=None):
-    """Plays --eval-episodes with the likeliest actions and a seed of its own; prints and returns results."""
-    envs = Envs(args.env_id, 1, (args.seed, 1), video_dir=video_dir and video_dir / "evaluation")
+    """Plays --eval-episodes games with the likeliest actions and a seed of its own."""
+    if video_dir:
+        video_dir = video_dir / "evaluation"
+    envs = VecEnv([make_env(args.env_id, video_dir)], (args.seed, 1))
     episodes = []
     while len(episodes) < args.eval_episodes:
-        logits = agent.step(envs.obs)[0]
-        envs.probabilities = np.exp(logits[0])
-        episodes += [episode for episode in envs.step(logits.argmax(1))[1] if episode[3] != "life"]
-    returns = [episode[1] for episode in episodes]
-    print(f"evaluation: {np.mean(returns):.1f} +- {np.std(returns):.1f} over {len(returns)} episodes, deterministic")
-    return {"returns": returns, "lengths": [episode[2] for episode in episodes]}
+        logits, _ = agent.step(envs.obs)
+        _, _, _, ended = envs.step(logits.argmax(1))
+        episodes += ended
+    envs.close()
+    return report_evaluation(episodes)
 
 
-def request_stop(signum, _frame):
-    """Ctrl-C, SIGTERM: the iteration is ended and saved first. In the first, or at a second Ctrl-C: ends at once."""
-    if signum == signal.SIGINT and hasattr(sys, "ps1"):  # in the shell of python -i
-        raise KeyboardInterrupt
-    if iteration == progress["iteration"] or stop_signals and not stop_signals[0] == signum == signal.SIGTERM:
-        fail(f"stopped at once; --resume {run_dir} goes on from its last checkpoint, if any", code=128 + signum)
-    stop_signals.append(signum)
+# --------------------------------------------------------------------------------------------------
+# Run: the flags of an old run, folder, logs, checkpoints, signals. It is the same text in every
+# script and knows nothing of what is learned: skip it on a first reading.
+# --------------------------------------------------------------------------------------------------
 
+SCRIPT = Path(__file__).name
+
+
+def fail(message, code=2):
+    """Ends the program with one sentence: code 2 for bad input, 1 for a run that failed."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def check(condition, message):
+    """Ends the program if the input is not as it must be."""
+    if not condition:
+        fail(message)
+
+
+def read_flags(may_change):
+    """Reads the command line; returns the flags, and the checkpoint of an old run or None.
+
+    A run that --resume or --evaluate names keeps its own flags; only a few can be given again,
+    those in may_change among them. args.folder is the folder of the run.
+    """
+    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    check(args.resume is None or args.evaluate is None, "give --resume or --evaluate, not both")
+    old_run = args.evaluate if args.resume is None else args.resume
+    saved = None
+    if old_run is None:
+        unique_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        name = args.run_name or unique_name.replace("/", "-")
+        is_name = name == Path(name).name and name != ".."
+        check(is_name, "--run-name must be the name of a folder in runs/, not a path")
+        args.folder = Path("runs", name)
+        exists = os.path.exists(args.folder / "checkpoint.pt")
+        advice = f"choose another --run-name, or go on with --resume {args.folder}"
+        check(not exists, f"{args.folder} exists: {advice}")
+    else:
+        saved = load_checkpoint(Path(old_run))
+        own = replace(Args(**saved["args"]), resume=args.resume, evaluate=args.evaluate)
+        args = tyro.cli(Args, default=own)
+        args.folder = Path(old_run)
+        free = ["eval_episodes", "capture_video", "video_interval", *may_change]
+        changed = []
+        for name, value in asdict(own).items():
+            if getattr(args, name) != value and name not in free:
+                changed.append(f"{name} = {value}")
+        advice = "leave these flags out, or start a new run"
+        check(not changed, f"{old_run} was made with {', '.join(changed)}: {advice}")
+
+    check(0 <= args.seed < 2**32, "--seed must be from 0 to 2**32 - 1")
+    check(args.num_threads >= 0, "--num-threads must be 0 or above")
+    check(args.video_interval > 0, "--video-interval must be above 0")
+    check(args.checkpoint_interval > 0, "--checkpoint-interval must be above 0")
+    check(args.eval_episodes > 0, "--eval-episodes must be above 0")
+    return args, saved
+
+
+def load_checkpoint(folder):
+    """Reads a checkpoint or ends the program; weights_only: a stranger's file can't run code."""
+    path = folder / "checkpoint.pt"
+    try:
+        broken = zipfile.ZipFile(path).testzip()  # torch.load doesn't look at checksums
+        if broken:
+            raise ValueError(f"bad checksum of {broken}")
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        if saved["script"] != SCRIPT:
+            raise ValueError(f"it was made by {saved['script']}")
+        Args(**saved["args"])
+        return saved
+    except Exception as error:  # torch.load raises many kinds
+        reason = " ".join(str(error).split())[:150]
+        fail(f"{path} is missing, damaged, or was not made by this {SCRIPT} ({reason})")
+
+
+def write_whole(path, data):
+    """Writes bytes under another name, fsyncs and renames: a kill never leaves half a file."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def report_evaluation(episodes):
+    """Prints the returns of an evaluation, and returns what evaluation.json has of it."""
+    returns = [episode.episode_return for episode in episodes]
+    lengths = [episode.length for episode in episodes]
+    mean, std = np.mean(returns), np.std(returns)
+    tqdm.write(f"evaluation: {mean:.1f} +- {std:.1f} over {len(returns)} episodes, deterministic")
+    return {"returns": returns, "lengths": lengths}
+
+
+class Run:
+    """A run on disk, and the signals that stop it.
+
+    The script restores the run's parts, loops over iterations(), adds to global_step, logs, and
+    finishes. Iterations and steps are counted from the beginning of the run, not of the process.
+    """
+
+    SAVED = ("iteration", "global_step", "wall_seconds", "recent_returns", "wandb_id", "log_sizes")
+
+    def __init__(self, args, saved, total_steps, save_interval):
+        self.args = args
+        self.saved = saved
+        self.total_steps = total_steps
+        self.save_interval = save_interval  # in iterations
+        self.folder = args.folder
+        self.iteration = 0
+        self.global_step = 0  # all environments together
+        self.wall_seconds = 0.0
+        self.recent_returns = []
+        self.wandb_id = None
+        self.log_sizes = {}
+        self.stop_signal = None
+        self.can_wait = False  # whether a signal waits for the end of the iteration
+        if not saved:
+            self.make_folder()
+        signal.signal(signal.SIGINT, self.on_signal)
+        signal.signal(signal.SIGTERM, self.on_signal)
+
+    def make_folder(self):
+        """Makes the folder and config.json."""
+        try:  # two runs started in one second must not share a folder
+            self.folder.mkdir(parents=True, exist_ok=self.args.run_name is not None)
+        except OSError as error:
+            fail(f"can't make {self.folder} ({error.strerror}): choose another --run-name")
+        git = ["sh", "-c", "git describe --always --dirty"]  # says nothing outside a repository
+        git = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
+        cuda = self.args.cuda and torch.cuda.is_available()
+        versions = {package.name: package.version for package in distributions()}
+        config = {
+            "args": asdict(self.args),
+            "command": sys.argv,
+            "git_commit": git.stdout.strip(),
+            "machine": list(os.uname()),
+            "cores": os.cpu_count(),
+            "device": torch.cuda.get_device_name() if cuda else "cpu",
+            "versions": {"python": sys.version.split()[0], **versions},
+        }
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2))
+
+    def restore(self, **parts):
+        """Names the run's parts and, if there is a checkpoint, brings them back to it.
+
+        A part is anything with state_dict() and load_state_dict().
+        """
+        self.parts = parts
+        if self.saved is None:
+            return
+        try:
+            for name, part in parts.items():
+                part.load_state_dict(self.saved[name])
+            for name in self.SAVED:
+                setattr(self, name, self.saved[name])
+            random.setstate(self.saved["random"]["python"])
+            np.random.set_state(self.saved["random"]["numpy"])
+            torch.set_rng_state(self.saved["random"]["torch"])
+        except Exception as error:  # something is missing, or has another shape or version
+            reason = " ".join(str(error).split())[:150]
+            advice = "use the versions in its config.json, or start a new run"
+            fail(
+                f"can't load {self.folder}, made by another version or damaged ({reason}): {advice}"
+            )
+        evaluation = self.folder / "evaluation.json"
+        if self.args.resume and self.global_step >= self.total_steps and evaluation.exists():
+            print(f"{self.folder} is finished: {evaluation.read_text()}")
+            sys.exit()
+
+    def open_logs(self):
+        """Opens the logs. What was logged after the checkpoint is cut off: it will come again."""
+        for path in self.folder.iterdir():
+            is_log = path.name == "episodes.csv" or path.name.startswith("events.")
+            if is_log and path.is_file() and not path.is_symlink():
+                os.truncate(path, min(path.stat().st_size, self.log_sizes.get(path.name, 0)))
+        if self.args.track:
+            self.start_wandb()
+        self.writer = SummaryWriter(self.folder)
+        self.episodes_file = open(self.folder / "episodes.csv", "a")
+        if self.episodes_file.tell() == 0:
+            self.episodes_file.write("global_step,wall_seconds,env,return,length,ended_by\n")
+        self.start_time = time.time() - self.wall_seconds
+
+        self.terminal = os.isatty(2)
+        self.last_line = time.time()
+        self.bar = tqdm(
+            total=self.total_steps,
+            initial=self.global_step,
+            unit=" steps",
+            dynamic_ncols=True,
+            file=sys.stderr if self.terminal else open(os.devnull, "w"),
+        )
+
+    def start_wandb(self):
+        """Starts W&B, which takes over what TensorBoard gets."""
+        import wandb
+
+        try:
+            online = os.environ.get("WANDB_MODE", "online") == "online"
+            if online and not wandb.login(prompt=False):
+                fail("--track: run `wandb login`, or set WANDB_MODE=offline and sync later")
+            run = wandb.init(
+                project=self.args.wandb_project_name,
+                entity=self.args.wandb_entity,
+                config=asdict(self.args),
+                name=self.folder.name,
+                id=self.wandb_id,
+                resume="allow",
+                dir=self.folder,
+                sync_tensorboard=True,
+            )
+        except Exception as error:  # network, server
+            advice = "try again, or set WANDB_MODE=offline and sync later"
+            fail(f"--track: W&B doesn't start ({error}): {advice}", code=1)
+        self.wandb_id = run.id
+
+    def iterations(self):
+        """Yields the numbers of the iterations that are left, and saves the run between them.
+
+        After Ctrl-C or SIGTERM the program ends here; with python -i only the loop ends.
+        """
+        self.open_logs()
+        while True:
+            done = self.stop_signal is not None or self.global_step >= self.total_steps
+            if done or self.iteration % self.save_interval == 0:
+                self.save()
+            self.show_progress(done)
+            if done:
+                break
+            self.iteration += 1
+            yield self.iteration - 1
+            self.can_wait = True
+
+        self.can_wait = False
+        self.bar.close()
+        self.writer.close()
+        self.episodes_file.close()
+        if self.stop_signal is not None:
+            command = f"python {SCRIPT} --resume {self.folder}"
+            print(f"stopped at step {self.global_step}; go on with: {command}")
+            if not sys.flags.interactive:
+                sys.exit(128 + self.stop_signal)
+
+    def on_signal(self, signum, frame):
+        """Ctrl-C and SIGTERM: the run is saved and ends after this iteration.
+
+        It ends at once in the first iteration, which may compile for minutes, in an evaluation,
+        and after a second Ctrl-C.
+        """
+        if signum == signal.SIGINT and hasattr(sys, "ps1"):  # in the shell of python -i
+            raise KeyboardInterrupt
+        second_ctrl_c = signum == signal.SIGINT and self.stop_signal is not None
+        if second_ctrl_c or not self.can_wait:
+            advice = f"--resume {self.folder} goes on from its last checkpoint, if there is one"
+            fail(f"stopped at once; {advice}", code=128 + signum)
+        self.stop_signal = signum
+
+    def save(self):
+        """Writes checkpoint.pt: tensors and plain Python values."""
+        self.check_finite(*self.parts["agent"].parameters())
+        checkpoint = {"script": SCRIPT, "args": asdict(self.args)}
+        try:
+            self.writer.flush()
+            self.episodes_file.flush()
+            self.wall_seconds = time.time() - self.start_time
+            self.log_sizes = {path.name: path.stat().st_size for path in self.folder.iterdir()}
+            for name in self.SAVED:
+                checkpoint[name] = getattr(self, name)
+            for name, part in self.parts.items():
+                checkpoint[name] = part.state_dict()
+            algorithm, keys, *rest = np.random.get_state()
+            checkpoint["random"] = {
+                "python": random.getstate(),
+                "numpy": (algorithm, keys.tolist(), *rest),
+                "torch": torch.get_rng_state(),
+            }
+            file = io.BytesIO()
+            torch.save(checkpoint, file)
+            write_whole(self.folder / "checkpoint.pt", file.getvalue())
+        except OSError as error:
+            advice = f"fix it, then go on with --resume {self.folder}, or start a new run"
+            fail(f"can't write the checkpoint ({error}): {advice}", code=1)
+
+    def show_progress(self, done):
+        """Draws a bar on a terminal; elsewhere prints a line every five seconds."""
+        if not done and time.time() - self.last_line < (0.1 if self.terminal else 5):
+            return
+        self.last_line = time.time()
+        if self.recent_returns:
+            self.bar.set_postfix_str(f"return {np.mean(self.recent_returns):.1f}", refresh=False)
+        self.bar.update(min(self.global_step, self.total_steps) - self.bar.n)
+        self.bar.refresh()
+        if not self.terminal:
+            print(self.bar, flush=True)
+
+    def log_episode(self, step, episode):
+        """Logs an Episode that ended at a step of the run."""
+        episode_return, length = episode.episode_return, episode.length
+        wall_seconds = time.time() - self.start_time
+        row = f"{step},{wall_seconds:.2f},{episode.env},{episode_return!r},{length}"
+        self.episodes_file.write(f"{row},{episode.ended_by}\n")
+        self.writer.add_scalar("charts/episodic_return", episode_return, step)
+        self.writer.add_scalar("charts/episodic_length", length, step)
+        self.recent_returns = [*self.recent_returns[-99:], episode_return]
+
+    def log(self, scalars):
+        """Logs numbers by their tags, and the speed."""
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, float(value), self.global_step)
+        sps = int(self.global_step / (time.time() - self.start_time))
+        self.writer.add_scalar("charts/SPS", sps, self.global_step)
+
+    def check_finite(self, *tensors):
+        """Ends a run whose learning has diverged, before it is saved."""
+        if not all(torch.isfinite(tensor).all() for tensor in tensors):
+            fail(
+                f"iteration {self.iteration}: the loss is not finite; {self.folder} keeps the "
+                "last good checkpoint. Try a lower --learning-rate, or look for NaN in the "
+                "environment's rewards and observations",
+                code=1,
+            )
+
+    def finish(self, results):
+        """Writes the results of the last evaluation, which make the run a finished one."""
+        if self.args.save_model:
+            name = self.args.exp_name.replace("/", "-")
+            torch.save(self.parts["agent"].state_dict(), self.folder / f"{name}.cleanrl_model")
+        write_whole(self.folder / "evaluation.json", json.dumps(results).encode())
+        print(f"finished: everything is in {self.folder}")
+
+
+# End of Run. --------------------------------------------------------------------------------------
+
+
+# --------------------------------------------------------------------------------------------------
+# The training
+# --------------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
-    args, checkpoint = parse_args()
+    args, saved = parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
-    args.num_threads = args.num_threads or torch.get_num_threads()  # all cores; resumed with as many, for equal bits
+    if args.num_threads == 0:
+        args.num_threads = torch.get_num_threads()  # all cores; a resumed run takes as many
     torch.set_num_threads(args.num_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-        set_seed(args.seed)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
 
-    run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
-    run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
-    if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
-        fail(f"{run_dir} exists: choose another --run-name, or go on with --resume {run_dir}")
-    video_dir = run_dir / "videos" if args.capture_video else None
-    envs = Envs(args.env_id, args.num_envs, args.seed, None if args.evaluate else video_dir, args.video_interval)
-    agent = Agent(len(envs.action_names), args).to(device)
-    params = nn.utils.parameters_to_vector(agent.parameters()).detach()
-    nn.utils.vector_to_parameters(params, agent.parameters())  # from here on they are views of one flat tensor
-    optimizer = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")} | {"step": params.new_zeros(())}
-    progress = {"iteration": 0, "wall_seconds": 0.0, "recent_returns": [], "wandb_id": None, "log_sizes": {}}
-    if checkpoint:
-        try:
-            progress = {name: checkpoint[name] for name in progress}
-            agent.load_state_dict(checkpoint["agent"])
-            args.evaluate or envs.load_state(checkpoint["envs"])
-            optimizer = {name: checkpoint["optimizer"][name].to(x.device) for name, x in optimizer.items()}
-            for setter, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), checkpoint["random"]):
-                setter(state)
-        except Exception as error:  # a part is missing, or of another shape or version
-            fail(f"can't load {run_dir}: {' '.join(str(error).split())[:99]}; use config.json's versions or start anew")
-    iteration, recent_returns, stop_signals = progress["iteration"], progress["recent_returns"], []
-    signal.signal(signal.SIGINT, request_stop)
-    signal.signal(signal.SIGTERM, request_stop)
+    video_dir = args.folder / "videos" if args.capture_video else None
+    envs = [make_env(args.env_id) for _ in range(args.num_envs)]
+    if video_dir and not args.evaluate:
+        envs[0] = make_env(args.env_id, video_dir, args.video_interval)
+    envs = VecEnv(envs, args.seed)
+    agent = Agent(envs.action_space.n, args.amp).to(device)
+    optimizer = FlatAdam(agent, eps=1e-5)  # G11
+    run = Run(args, saved, args.num_iterations * args.batch_size, args.checkpoint_interval)
     if args.evaluate:
-        sys.exit(not evaluate(agent, args, video_dir))
-    if iteration == args.num_iterations and (run_dir / "evaluation.json").exists():
-        sys.exit(print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}"))
-
+        run.restore(agent=agent)
+        evaluate(agent, args, video_dir)
+        sys.exit()
+    run.restore(agent=agent, optimizer=optimizer, envs=envs)
     step_minibatches = compile_or_not(update_minibatches, args, device)
 
-    try:  # two runs started in one second must not share a folder
-        run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))
-    except OSError as error:
-        fail(f"can't make {run_dir} ({error.strerror}): choose another --run-name, or mend that")
-    for path in run_dir.iterdir():  # what was logged after the checkpoint will be logged again
-        if (path.name == "episodes.csv" or path.name.startswith("events.")) and not path.is_symlink():
-            os.truncate(path, min(path.stat().st_size, progress["log_sizes"].get(path.name, 0)))
-    if not checkpoint:
-        git = ["sh", "-c", "git describe --always --dirty"]  # says nothing without git, or outside a repository
-        commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-        config = {"args": asdict(args), "command": sys.argv, "git_commit": commit, "machine": [*os.uname()],
-                  "cores": os.cpu_count(), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-                  "versions": {"python": sys.version.split()[0]} | {d.name: d.version for d in distributions()}}
-        (run_dir / "config.json").write_text(json.dumps(config, indent=2))
-        (run_dir / "episodes.csv").write_text("global_step,wall_seconds,env,return,length,ended_by\n")
-    if args.track:
-        import wandb
-        try:
-            if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
-                fail("--track: there is no login: run `wandb login`, or set WANDB_MODE=offline and sync later")
-            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
-                       name=run_dir.name, id=progress["wandb_id"], resume="allow", dir=run_dir, sync_tensorboard=True)
-        except Exception as error:  # network, server
-            fail(f"--track: W&B doesn't start ({error}): try again, or set WANDB_MODE=offline and sync later", code=1)
-    writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
-    start_time, last_line, terminal = time.time() - progress["wall_seconds"], time.time(), os.isatty(2)
-    bar = tqdm(total=args.num_iterations * args.batch_size, initial=iteration * args.batch_size, unit=" steps",
-               dynamic_ncols=True, file=sys.stderr if terminal else open(os.devnull, "w"))
-
-    while True:
-        global_step, stop = iteration * args.batch_size, stop_signals or iteration == args.num_iterations
-        if stop or iteration % args.checkpoint_interval == 0:
-            numpy_random = [x.tolist() if isinstance(x, np.ndarray) else x for x in np.random.get_state()]
-            save_checkpoint(run_dir, {
-                "script": Path(__file__).name, "args": asdict(args), "iteration": iteration, "global_step": global_step,
-                "wall_seconds": time.time() - start_time, "recent_returns": recent_returns,
-                "wandb_id": wandb.run.id if args.track else None, "random": [random.getstate(), numpy_random,
-                torch.get_rng_state()], "agent": agent.state_dict(), "optimizer": optimizer, "envs": envs.state(),
-            }, logs=(writer, episodes_file))
-        if stop:
-            break
+    for iteration in run.iterations():
         remaining = 1.0 - iteration / args.num_iterations
-        lr = torch.tensor(args.learning_rate * (remaining if args.anneal_lr else 1.0), device=device)  # G6
-        clip_coef = torch.tensor(args.clip_coef * (remaining if args.anneal_clip else 1.0), device=device)  # X1
+        lr = args.learning_rate * (remaining if args.anneal_lr else 1.0)  # G6
+        clip_coef = args.clip_coef * (remaining if args.anneal_clip else 1.0)  # X1
+        lr = torch.tensor(lr, device=device)  # tensors, because new floats would compile again
+        clip_coef = torch.tensor(clip_coef, device=device)
 
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):  # around all steps: weights convert once
-            obs, actions, logprobs, values, *rest = rollout(agent, envs, args.num_steps)
-        rewards, terminations, truncations, episodes = rest
-        batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "values": values}
-        batch = {k: torch.from_numpy(x).flatten(0, 1).to(device) for k, x in batch.items()}
-        final_values = agent.step(np.stack([*envs.obs, *(episode[-1] for episode in episodes)]))[1]
+        # With one autocast around the rollout, the weights are converted to bfloat16 only once
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
+            obs, actions, logprobs, values, rewards, terminations, truncations, episodes = rollout(
+                agent, envs, args.num_steps
+            )
+        batch = {
+            "obs": torch.from_numpy(obs).flatten(0, 1).to(device),
+            "actions": torch.from_numpy(actions).flatten(0, 1).to(device),
+            "logprobs": torch.from_numpy(logprobs).flatten(0, 1).to(device),
+            "values": torch.from_numpy(values).flatten(0, 1).to(device),
+        }
+        final_obs = np.stack([*envs.obs, *(episode.final_obs for _, episode in episodes)])
+        _, final_values = agent.step(final_obs)
+
+        # A step's next value is the next step's, except at the rollout's and at an episode's end
         next_values = np.concatenate((values[1:], final_values[None, : args.num_envs]))
-        next_values[[e[0] for e in episodes], [e[1] for e in episodes]] = final_values[args.num_envs :]
+        for (step, episode), final_value in zip(episodes, final_values[args.num_envs :]):
+            next_values[step, episode.env] = final_value
         dones = terminations | truncations
         ends = terminations if args.bootstrap_truncated else dones
-        advantages = compute_advantages(rewards, values, next_values, ends, dones, args.gamma, args.gae_lambda)
+        advantages = compute_advantages(
+            rewards, values, next_values, ends, dones, args.gamma, args.gae_lambda
+        )
         returns = advantages + values
-        batch["advantages"], batch["returns"] = (torch.tensor(x.ravel(), device=device) for x in (advantages, returns))
-        metrics = update(step_minibatches, params, optimizer, agent, batch, lr, clip_coef, args)
-        if not (torch.isfinite(metrics).all() and torch.isfinite(params).all()):
-            fail(f"iteration {iteration + 1}: the loss is not finite; {run_dir} keeps the last good checkpoint. "
-                 "Try a lower --learning-rate, or look for NaN in the environment's rewards and observations", code=1)
+        batch["advantages"] = torch.tensor(advantages.ravel(), device=device)
+        batch["returns"] = torch.tensor(returns.ravel(), device=device)
 
-        iteration += 1
-        for step, i, episode_return, length, ended_by, *_ in episodes:
-            step, wall_seconds = global_step + (step + 1) * args.num_envs, time.time() - start_time
-            episodes_file.write(f"{step},{wall_seconds:.2f},{i},{episode_return!r},{length},{ended_by}\n")
-            writer.add_scalar("charts/episodic_return", episode_return, step)
-            writer.add_scalar("charts/episodic_length", length, step)
-            recent_returns = [*recent_returns[-99:], episode_return]
-        global_step = iteration * args.batch_size
-        explained_variance = 1 - np.var(returns - values) / (np.var(returns) or np.nan)
-        for name, x in [*zip(METRICS, metrics), ("explained_variance", explained_variance)]:
-            writer.add_scalar(f"losses/{name}", float(x), global_step)
-        writer.add_scalar("charts/learning_rate", lr.item(), global_step)
-        writer.add_scalar("charts/SPS", int(global_step / (time.time() - start_time)), global_step)
-        bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}" if recent_returns else "", refresh=False)
-        bar.update(args.batch_size)
-        if not (terminal or stop_signals) and (time.time() - last_line > 5 or iteration == args.num_iterations):
-            print(bar, flush=True)
-            last_line = time.time()
+        metrics = update(step_minibatches, optimizer, agent, batch, lr, clip_coef, args)
+        run.check_finite(metrics, optimizer.params)
 
-    for file in filter(None, (bar, writer, envs.video)):
-        file.close()
-    if stop_signals:
-        print(f"stopped at step {global_step}; go on with: python {Path(__file__).name} --resume {run_dir}")
-    else:
-        stop_signals.append(0)  # from here on a signal ends the program at once
-        if args.save_model:
-            torch.save(agent.state_dict(), run_dir / f"{args.exp_name.replace('/', '-')}.cleanrl_model")
-        (run_dir / "evaluation.tmp").write_text(json.dumps(evaluate(agent, args, video_dir)))
-        (run_dir / "evaluation.tmp").replace(run_dir / "evaluation.json")
-        print("written:", *sorted(str(path) for path in run_dir.rglob("*") if path.is_file()), sep="\n  ")
-    if stop_signals[0] and not sys.flags.interactive:
-        sys.exit(128 + stop_signals[0])
+        for step, episode in episodes:
+            run.log_episode(run.global_step + (step + 1) * args.num_envs, episode)
+        run.global_step += args.batch_size
+        scalars = {f"losses/{name}": value for name, value in zip(METRICS, metrics)}
+        scalars["losses/explained_variance"] = explained_variance(values, returns)
+        scalars["charts/learning_rate"] = lr
+        run.log(scalars)
+
+    envs.close()
+    if run.stop_signal is None:
+        run.finish(evaluate(agent, args, video_dir))

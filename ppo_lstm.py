@@ -1,12 +1,32 @@
-"""PPO with an LSTM, for discrete actions and vector observations that don't tell everything.
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch==2.13.0",
+#     "gymnasium[classic-control,mujoco]==1.4.0",
+#     "box2d==2.3.10; python_version < '3.14'",
+#     "mujoco==4.0.0; python_version >= '3.11'",
+#     "mujoco==3.17.0; python_version < '3.11'",
+#     "numpy==2.4.6; python_version >= '3.11'",
+#     "numpy==2.2.6; python_version < '3.11'",
+#     "tyro==1.0.17",
+#     "tqdm==4.70.1",
+#     "tensorboard==2.21.0",
+#     "wandb==0.31.0",
+#     "imageio[ffmpeg]==2.38.0",
+#     "imageio-ffmpeg==0.8.1",
+# ]
+# ///
+"""PPO with an LSTM, a GRU or a plain RNN, for discrete actions and vector observations.
 
-Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of
-openai/baselines ppo2: G1 to G11, l1 to l5, X1, X3 mark them as "The 37 Implementation Details of PPO" counts.
-Unlike there, a time limit is no termination (--no-bootstrap-truncated: as there). To diff against ppo.py.
+Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the
+details of ppo.py, and l1 to l5 of "The 37 Implementation Details of PPO". The update isn't
+compiled, since the ends of episodes cut it in other places each time. --no-memory is the control
+experiment. To diff against ppo.py, ppo_atari_lstm.py.
 
     python ppo_lstm.py --env-id CartPole-v1 --total-timesteps 500000
 """
 
+import io
 import json
 import math
 import os
@@ -19,7 +39,7 @@ import zipfile
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import imageio.v2 as imageio
@@ -31,15 +51,17 @@ from torch.optim.adam import adam
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-MASKED = -1e8  # logit of an action that the environment doesn't allow: its probability is exactly 0
+# --------------------------------------------------------------------------------------------------
+# Flags
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Args:
-    """All flags and their --help texts: how to run, record and go on; what is learned, and how."""
+    """All flags. The comments are what --help says."""
+
     exp_name: str = Path(__file__).stem  # name of the experiment, a part of the run's name
-    run_name: str | None = None  # folder of the run under runs/; without it ENV__EXPERIMENT__SEED__UNIXTIME
+    run_name: str | None = None  # folder under runs/, else ENV__EXPERIMENT__SEED__UNIXTIME
     seed: int = 1  # seed of the networks, the action noise, the minibatches and the environments
     torch_deterministic: bool = True  # use deterministic cuDNN algorithms
     cuda: bool = True  # use a GPU where there is one
@@ -47,13 +69,14 @@ class Args:
     track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "plainrl"  # project at Weights & Biases
     wandb_entity: str | None = None  # user or team at Weights & Biases
-    capture_video: bool = False  # record the evaluation, and training episodes of the first environment, under videos/
-    video_interval: int = 100  # record every N-th training episode
-    save_model: bool = False  # write the final weights to EXPERIMENT.cleanrl_model too, as CleanRL does
+    capture_video: bool = False  # film the evaluation and training episodes of one environment
+    video_interval: int = 100  # film every N-th training episode
+    save_model: bool = False  # write the final weights to EXPERIMENT.cleanrl_model too
     checkpoint_interval: int = 10  # iterations between checkpoints
-    eval_episodes: int = 10  # episodes of the evaluation: deterministic actions, own seeds, frozen normalisation
-    resume: str | None = None  # folder of a run to go on with, exactly as if it had never stopped; it knows its flags
-    evaluate: str | None = None  # folder of a run whose policy is played, without training; it knows its flags
+    eval_episodes: int = 10  # episodes of the evaluation: deterministic actions, seeds of its own
+    resume: str | None = None  # folder of a run to go on with, exactly; it knows its flags
+    evaluate: str | None = None  # folder of a run whose policy is played; it knows its flags
+
     env_id: str = "CartPole-v1"  # id of the Gymnasium environment
     total_timesteps: int = 500000  # steps of the run, all environments together
     learning_rate: float = 2.5e-4  # learning rate of Adam
@@ -71,156 +94,278 @@ class Args:
     ent_coef: float = 0.01  # coefficient of the entropy
     vf_coef: float = 0.5  # coefficient of the value loss
     max_grad_norm: float = 0.5  # largest norm of the gradient, actor and critic together
-    target_kl: float | None = None  # an epoch whose mean approximate KL exceeds this is the iteration's last
-    bootstrap_truncated: bool = True  # bootstrap from the last observation of an episode that a time limit cut
+    target_kl: float | None = None  # an epoch whose approximate KL exceeds this is the last
+    bootstrap_truncated: bool = True  # bootstrap where a time limit has cut an episode
     cell: Literal["lstm", "gru", "rnn"] = "lstm"  # kind of recurrent core
     hidden_size: int = 128  # units of the recurrent core
-    memory: bool = True  # carry the core's state from step to step (--no-memory: the control experiment)
-
-
-def fail(message, code=2):
-    """Ends the program with one sentence: code 2 for bad input, 1 for a run that failed."""
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(code)
+    memory: bool = True  # carry the core's state from step to step (--no-memory: the control)
 
 
 def parse_args():
-    """Returns the flags and, for --resume and --evaluate, the run's checkpoint, whose flags they then are."""
-    args, checkpoint = tyro.cli(Args, description=__doc__.split("\n")[0]), None
-    if run := args.resume or args.evaluate:
-        own = (checkpoint := load_checkpoint(Path(run)))["args"]
-        args = tyro.cli(Args, default=replace(own, resume=args.resume, evaluate=args.evaluate))
-        free = ("resume", "evaluate", "eval_episodes", "capture_video", "video_interval", "checkpoint_interval")
-        if changed := [f"{k} = {v}" for k, v in asdict(own).items() if v != getattr(args, k) and k not in free]:
-            fail(f"{run} was made with {', '.join(changed)}: give no other value, or start a new run")
+    """Returns the flags, and the checkpoint that --resume or --evaluate starts from, or None."""
+    args, saved = read_flags(may_change=["checkpoint_interval"])
+    check(args.total_timesteps > 0, "--total-timesteps must be above 0")
+    check(args.learning_rate > 0, "--learning-rate must be above 0")
+    check(args.num_envs > 0, "--num-envs must be above 0")
+    check(args.num_steps > 0, "--num-steps must be above 0")
+    check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
+    check(0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1")
+    check(args.num_minibatches > 0, "--num-minibatches must be above 0")
+    check(args.update_epochs > 0, "--update-epochs must be above 0")
+    check(args.clip_coef > 0, "--clip-coef must be above 0")
+    check(args.ent_coef >= 0, "--ent-coef must be 0 or above")
+    check(args.vf_coef >= 0, "--vf-coef must be 0 or above")
+    check(args.max_grad_norm > 0, "--max-grad-norm must be above 0")
+    check(args.target_kl is None or args.target_kl >= 0, "--target-kl must be 0 or above")
+    check(args.hidden_size > 0, "--hidden-size must be above 0")
+
     args.batch_size = args.num_envs * args.num_steps
-    args.num_iterations = args.total_timesteps // max(args.batch_size, 1)
-    may_be_0 = ("seed", "num_threads", "gamma", "gae_lambda", "ent_coef", "vf_coef", "target_kl")
-    numbers = [(name, x) for name, x in asdict(args).items() if type(x) in (int, float)]
-    wrong = [name for name, x in numbers if not (x > 0 or x == 0 and name in may_be_0)]
-    problems = [
-        (wrong, f"{', '.join(wrong)} must be above 0 ({', '.join(may_be_0)} may be 0)"),
-        (max(args.gamma, args.gae_lambda) > 1 or args.seed >= 2**32, "--gamma, --gae-lambda: up to 1, --seed: < 2**32"),
-        (args.num_envs % max(args.num_minibatches, 1), "--num-envs must divide into --num-minibatches"),  # l4
-        (args.norm_adv and args.batch_size == args.num_minibatches, "minibatches of one step need --no-norm-adv"),
-        (args.num_iterations < 1, f"--total-timesteps is less than one rollout of {args.batch_size} steps"),
-        (args.resume and args.evaluate or "" in (args.resume, args.evaluate), "give --resume or --evaluate a folder"),
-        (args.run_name and ("/" in args.run_name or args.run_name in (".", "..")), "--run-name must be a name"),
-    ]
-    if sentences := [sentence for wrong, sentence in problems if wrong]:
-        fail("; ".join(sentences))
-    return args, checkpoint
+    args.num_iterations = args.total_timesteps // args.batch_size
+    envs_divide = args.num_envs % args.num_minibatches == 0
+    check(envs_divide, "--num-envs must divide into --num-minibatches")  # l4
+    minibatch_size = args.batch_size // args.num_minibatches
+    check(minibatch_size > 1 or not args.norm_adv, "minibatches of one step need --no-norm-adv")
+    check(args.num_iterations > 0, f"--total-timesteps is less than a rollout, {args.batch_size}")
+    return args, saved
 
 
-def make_env(env_id, render):
-    """Makes an environment that this script can learn in, or ends the program; render: it makes frames for videos."""
-    try:
-        env = gym.make(env_id, render_mode="rgb_array" if render else None, disable_env_checker=True)
-        env.reset()
-        if render:
-            env.render()
-    except Exception as error:  # environments and renderers have their own
-        hint = "; to film without a display, set MUJOCO_GL=egl or MUJOCO_GL=osmesa" if render else ""
-        fail(f"can't make {env_id}: {' '.join(str(error).split())}{hint}")
-    if not isinstance(env.action_space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
-        fail(f"{env_id} has the action space {env.action_space}, but this script needs a Discrete or MultiDiscrete one")
-    if not env.observation_space.is_np_flattenable:
-        fail(f"{env_id} has the observation space {env.observation_space}, but this script needs one of fixed size")
-    return env
+# --------------------------------------------------------------------------------------------------
+# Environments
+# --------------------------------------------------------------------------------------------------
 
 
-class Envs:
-    """A vector of environments. A step that ends an episode also resets it and gives the reset's observation
-    (Gymnasium's SAME_STEP). An action has len(nvec) parts, from 0 to nvec[k] - 1. obs: float32 (num_envs, obs_dim +
-    sum(nvec)), the present observations and, beside them, 1 for what info["action_mask"] allows, 0 for the rest."""
-    COUNTERS = ("obs", "episode_returns", "episode_lengths", "episode_counts")
+class ActionMask(gym.Wrapper):
+    """Puts a mask behind an observation, (obs_dim,): 1 for what may be done, 0 for the rest.
 
-    def __init__(self, env_id, num_envs, seed, video_dir=None, video_interval=1):
-        self.envs = [make_env(env_id, render=i == 0 and video_dir is not None) for i in range(num_envs)]
-        self.space, space = self.envs[0].observation_space, self.envs[0].action_space
-        self.first_action, self.action_shape = np.asarray(space.start).ravel(), space.shape
-        self.nvec = [int(n) for n in np.ravel(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec)]
-        self.obs_dim, self.num_logits, ends = gym.spaces.flatdim(self.space), sum(self.nvec), np.cumsum(self.nvec)
-        self.parts = [slice(end - n, end) for n, end in zip(self.nvec, ends.tolist())]  # of the logits
-        self.video_dir, self.video_interval, self.video = video_dir, video_interval, None
-        self.obs = np.ones((num_envs, self.obs_dim + self.num_logits), np.float32)
-        self.episode_returns = np.zeros(num_envs)
-        self.episode_lengths, self.episode_counts = np.zeros(num_envs, int), np.zeros(num_envs, int)
-        # An environment is replayed from its random state before its last reset, and the actions since
-        self.reset_states, self.actions_since = [None] * num_envs, [None] * num_envs
-        for i, env_seed in enumerate(np.random.SeedSequence(seed).generate_state(num_envs)):
-            self.envs[i].reset(seed=int(env_seed))
-            self.reset_env(i)
+    An action has len(nvec) parts; part k is from 0 to nvec[k] - 1 and has nvec[k] places in the
+    mask, which is info["action_mask"]. Without it, all may be done. Observations are float32
+    (obs_dim + sum(nvec),).
+    """
 
-    def reset_env(self, i):
-        """Starts an episode in environment i; obs[i] is its first observation."""
-        self.reset_states[i], self.actions_since[i] = self.envs[i].unwrapped.np_random.bit_generator.state, []
-        self.episode_returns[i], self.episode_lengths[i] = 0.0, 0
-        self.keep(i, *self.envs[i].reset())
+    def __init__(self, env):
+        super().__init__(env)
+        space = env.action_space
+        nvec = space.n if isinstance(space, gym.spaces.Discrete) else space.nvec
+        self.nvec = np.ravel(nvec)
+        self.action_space = gym.spaces.MultiDiscrete(self.nvec)
+        self.first_action = np.ravel(space.start)
+        self.action_shape = space.shape
+        self.mask_size = int(self.nvec.sum())
+        self.first_place = np.cumsum(self.nvec) - self.nvec
 
-    def keep(self, i, obs, info):
-        """Keeps an observation of environment i and its mask in obs[i]."""
-        is_flat, mask = isinstance(self.space, gym.spaces.Box) and isinstance(obs, np.ndarray), info.get("action_mask")
-        if mask is not None and np.shape(mask := np.hstack(mask)) != (self.num_logits,):
-            fail(f"an action_mask has the shape {mask.shape}, but must have {self.num_logits} numbers", code=1)
-        self.obs[i, : self.obs_dim] = obs.ravel() if is_flat else gym.spaces.flatten(self.space, obs)
-        self.obs[i, self.obs_dim :] = 1 if mask is None else mask
+    def add_mask(self, obs, info):
+        self.mask = info.get("action_mask")
+        row = np.ones(len(obs) + self.mask_size, np.float32)
+        row[: len(obs)] = obs
+        if self.mask is not None:
+            self.mask = np.hstack(self.mask)
+            if self.mask.shape != (self.mask_size,):
+                fail(f"an action_mask is {self.mask.shape}, not ({self.mask_size},)", code=1)
+            row[len(obs) :] = self.mask
+        return row
 
-    def step_env(self, i, action):
-        """Steps environment i with an action (len(nvec),); obs[i] is what follows."""
-        env, episode = self.envs[i], self.episode_counts[i]
-        if i == 0 and self.video_dir and not self.actions_since[i] and episode % self.video_interval == 0:
-            self.video_dir.mkdir(parents=True, exist_ok=True)
-            path, fps = self.video_dir / f"episode-{episode}.mp4", env.metadata.get("render_fps", 30)
+    def reset(self, **kwargs):
+        obs, info = self.env.reset(**kwargs)
+        return self.add_mask(obs, info), info
+
+    def step(self, action):
+        if self.mask is not None and not (self.mask[self.first_place + action] > 0).all():
+            fail("an action_mask allows no action: fix the environment", code=1)
+        action = (action + self.first_action).reshape(self.action_shape)
+        obs, reward, terminated, truncated, info = self.env.step(action[()])
+        return self.add_mask(obs, info), reward, terminated, truncated, info
+
+
+class RecordVideo(gym.Wrapper):
+    """Writes every interval-th episode to folder/episode-N.mp4, frame by frame.
+
+    Gymnasium's own keeps the frames of an episode in memory, a gigabyte for 1,000 of MuJoCo's.
+    """
+
+    def __init__(self, env, folder, interval):
+        super().__init__(env)
+        self.folder = folder
+        self.interval = interval
+        self.starting = True
+        self.video = None
+
+    def reset(self, **kwargs):
+        self.close_video()
+        self.starting = True
+        return self.env.reset(**kwargs)
+
+    def step(self, action):
+        episode = self.get_wrapper_attr("episode_count")
+        if self.starting and episode % self.interval == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / f"episode-{episode}.mp4"
+            fps = self.env.metadata.get("render_fps", 30)
             self.video = imageio.get_writer(path, fps=fps, macro_block_size=2)
-            self.video.append_data(env.render())
-        self.actions_since[i].append(action.copy())
-        obs, reward, terminated, truncated, info = env.step((action + self.first_action).reshape(self.action_shape)[()])
-        self.keep(i, obs, info)
-        if i == 0 and self.video:
-            self.video.append_data(env.render())
-        return float(reward), terminated, truncated
+            self.video.append_data(self.env.render())
+        self.starting = False
 
-    def step(self, actions):
-        """Steps every environment; actions int64 (num_envs, len(nvec)). Returns the rewards, float64 (num_envs,), and
-        the episodes that ended, [(i, return, length, "termination" or "truncation", row of obs before the reset)]."""
-        rewards, ended = np.zeros(len(actions)), []
-        for i, action in enumerate(actions):
-            if not all(self.obs[i, self.obs_dim + part.start + a] > 0 for part, a in zip(self.parts, action)):
-                fail(f"the action_mask of environment {i} allows no action: mend the environment", code=1)
-            rewards[i], terminated, truncated = self.step_env(i, action)
-            self.episode_returns[i] += rewards[i]
-            self.episode_lengths[i] += 1
-            if terminated or truncated:
-                ended.append((i, self.episode_returns[i].item(), self.episode_lengths[i].item(),
-                              "termination" if terminated else "truncation", self.obs[i].copy()))
-        for i, *_ in ended:
-            self.episode_counts[i] += 1
-            if i == 0 and self.video:
-                self.video = self.video.close()
-            self.reset_env(i)
-        return rewards, ended
+        result = self.env.step(action)
+        if self.video is not None:
+            self.video.append_data(self.env.render())
+        return result
 
-    def state(self):
-        """All that load_state needs, as tensors and plain Python values."""
-        return {name: torch.tensor(getattr(self, name)) for name in self.COUNTERS} | {
-            "reset_states": list(self.reset_states),
-            "actions_since": [torch.tensor(np.array(actions)) for actions in self.actions_since],
+    def close_video(self):
+        if self.video is not None:
+            self.video.close()
+        self.video = None
+
+    def close(self):
+        self.close_video()
+        self.env.close()
+
+
+class ReplayEnv(gym.Wrapper):
+    """An environment that resets itself and that can be saved and brought back exactly.
+
+    A step that ends an episode also resets it: the step's observation is the first of the next
+    episode, and info["final_obs"] is the one that the reset has replaced (Gymnasium's SAME_STEP).
+
+    Given a seed and actions, an environment always does the same. So it is saved as its last seed
+    and the actions since, which are played again to bring it back. It gets a new seed with the
+    first episode that starts more than steps_per_seed steps after the last one.
+    """
+
+    def __init__(self, env, steps_per_seed=1000):
+        super().__init__(env)
+        self.steps_per_seed = steps_per_seed
+
+    def reset(self, seed, options=None):
+        """Starts anew; seed determines this seed of the environment and all later ones."""
+        self.seed = seed
+        return self.reset_with_new_seed()
+
+    def reset_with_new_seed(self):
+        """Starts an episode with a seed of its own."""
+        self.first_episode = self.get_wrapper_attr("episode_count")
+        self.actions = []
+        sequence = np.random.SeedSequence((self.seed, self.first_episode))
+        (seed,) = sequence.generate_state(1)
+        self.obs, info = self.env.reset(seed=int(seed))
+        return self.obs, info
+
+    def step(self, action):
+        self.actions.append(action.copy())
+        self.obs, reward, terminated, truncated, info = self.env.step(action)
+        if terminated or truncated:
+            info["final_obs"] = self.obs
+            game_over = "episode" in info  # in Atari, a lost life is the end of an episode, too
+            if game_over and len(self.actions) >= self.steps_per_seed:
+                self.reset_with_new_seed()
+            else:
+                self.obs, _ = self.env.reset()
+        return self.obs, float(reward), terminated, truncated, info
+
+    def state_dict(self):
+        return {
+            "seed": self.seed,
+            "first_episode": self.first_episode,
+            "actions": torch.tensor(np.array(self.actions)),
+            "obs": torch.tensor(self.obs),
         }
 
-    def load_state(self, state):
-        """Goes on from a state(): replays each environment from its last reset, and checks where that leads."""
-        self.episode_counts = state["episode_counts"].numpy()
+    def load_state_dict(self, state):
+        self.set_wrapper_attr("episode_count", state["first_episode"])
+        self.reset(state["seed"])
+        for action in state["actions"].numpy():
+            self.step(action)
+        if not np.array_equal(self.obs, state["obs"].numpy()):
+            print("an environment can't be brought back to where it was: it starts a new episode")
+            self.reset_with_new_seed()
+
+
+def make_env(env_id, video_dir=None, video_interval=1):
+    """Makes an environment, filmed if there is a video_dir, or ends the program."""
+    options = {}
+    if video_dir:
+        options["render_mode"] = "rgb_array"
+        if sys.platform == "linux" and not os.environ.get("DISPLAY"):
+            os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
+    try:
+        env = gym.make(env_id, disable_env_checker=True, **options)
+        env.reset(seed=0)
+        if video_dir:
+            env.render()
+    except Exception as error:  # environments and renderers raise their own
+        fail(f"can't make {env_id}: {' '.join(str(error).split())}")
+
+    space = env.action_space
+    fits = isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete)
+    check(fits, f"{env_id} has the action space {space}, but this script needs a discrete one")
+    space = env.observation_space
+    fits = space.is_np_flattenable
+    check(fits, f"{env_id} has the observation space {space}, but this script needs a fixed size")
+
+    env = gym.wrappers.RecordEpisodeStatistics(env)
+    if video_dir:
+        env = RecordVideo(env, video_dir, video_interval)
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+        env = gym.wrappers.FlattenObservation(env)
+    env = ActionMask(env)
+    return ReplayEnv(env)
+
+
+class Episode(NamedTuple):
+    """An episode that has ended."""
+
+    env: int
+    episode_return: float  # sum of the rewards as they came from the environment
+    length: int
+    ended_by: str  # "termination" or "truncation"
+    final_obs: np.ndarray  # the observation, as the agent sees it, that a reset has replaced
+
+
+class VecEnv:
+    """Environments, stepped one after another; obs (num_envs, *obs_shape): where they are now."""
+
+    def __init__(self, envs, seed):
+        self.envs = envs
+        self.action_space = envs[0].action_space
+        seeds = np.random.SeedSequence(seed).generate_state(len(envs))
+        self.obs = np.stack([env.reset(int(seeds[i]))[0] for i, env in enumerate(envs)])
+
+    def step(self, actions):
+        """Steps each environment by its row of actions (num_envs, ...).
+
+        Returns the rewards, float64, the terminations and truncations, bool, all (num_envs,), and
+        the episodes that ended.
+        """
+        rewards = np.zeros(len(self.envs))
+        terminations = np.zeros(len(self.envs), bool)
+        truncations = np.zeros(len(self.envs), bool)
+        episodes = []
         for i, env in enumerate(self.envs):
-            env.unwrapped.np_random.bit_generator.state = state["reset_states"][i]
-            self.reset_env(i)
-            any(any(self.step_env(i, action)[1:]) for action in state["actions_since"][i].numpy())  # until it ends
-            if np.array_equal(self.obs[i], state["obs"][i].numpy()):
-                for name in self.COUNTERS:
-                    getattr(self, name)[i] = state[name][i].numpy()
-            else:
-                print(f"environment {i} can't be brought back to where it was: it starts a new episode")
-                self.reset_env(i)
+            self.obs[i], rewards[i], terminations[i], truncations[i], info = env.step(actions[i])
+            if terminations[i] or truncations[i]:
+                episode_return = float(info["episode"]["r"])
+                length = info["episode"]["l"]
+                ended_by = "termination" if terminations[i] else "truncation"
+                episodes.append(Episode(i, episode_return, length, ended_by, info["final_obs"]))
+        return rewards, terminations, truncations, episodes
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+
+    def state_dict(self):
+        return {"envs": [env.state_dict() for env in self.envs]}
+
+    def load_state_dict(self, state):
+        for i, env in enumerate(self.envs):
+            env.load_state_dict(state["envs"][i])
+            self.obs[i] = env.obs
+
+
+# --------------------------------------------------------------------------------------------------
+# Networks
+# --------------------------------------------------------------------------------------------------
+
+
+MASKED = -1e8  # logit of an action that the mask forbids: its probability is exactly 0
 
 
 def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
@@ -230,325 +375,746 @@ def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
     return layer
 
 
+def make_cell(kind, inputs, hidden_size):
+    """The recurrent core: orthogonal weights, biases 0 (l1; baselines a2c/utils.py)."""
+    kinds = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
+    cell = kinds[kind](inputs, hidden_size, batch_first=True)
+    cell.flatten_parameters = lambda: None  # on a GPU it would move them out of the flat tensor
+    for name, parameter in cell.named_parameters():
+        if "weight" in name:
+            nn.init.orthogonal_(parameter)
+        else:
+            nn.init.zeros_(parameter)
+    return cell
+
+
+class Memory:
+    """The state of the recurrent core in each environment, (num_states, num_envs, hidden_size)."""
+
+    def __init__(self, agent, num_envs):
+        device = agent.actor.bias.device
+        shape = (agent.num_states, num_envs, agent.hidden_size)
+        self.state = torch.zeros(shape, device=device)  # l2
+
+    def state_dict(self):
+        return {"state": self.state}
+
+    def load_state_dict(self, state):
+        self.state.copy_(state["state"])
+
+
 class Agent(nn.Module):
-    """Two tanh layers of 64 (M6), shared by policy and value, on them a recurrent core; the policy gives len(nvec)
-    independent categorical distributions."""
+    """Two tanh layers of 64 (M6), a recurrent core, and on it both policy and value.
+
+    The policy is len(nvec) independent categorical distributions. obs: (n, num_steps, obs_dim +
+    sum(nvec)), with the masks of ActionMask. memory: the core's state, (num_states, n,
+    hidden_size).
+    """
+
     def __init__(self, obs_dim, nvec, args):
         super().__init__()
-        self.sizes, self.nvec = (obs_dim, sum(nvec)), nvec
-        self.args, self.num_states, self.network = args, 1 + (args.cell == "lstm"), nn.Sequential(
-            layer_init(nn.Linear(obs_dim, 64)), nn.Tanh(), layer_init(nn.Linear(64, 64)), nn.Tanh())
-        self.cell = getattr(nn, args.cell.upper())(64, args.hidden_size, batch_first=True)
-        self.cell.flatten_parameters = lambda: None  # on a GPU it would take the weights out of the one flat tensor
-        for name, parameter in self.cell.named_parameters():  # l1; baselines a2c/utils.py
-            (nn.init.orthogonal_ if "weight" in name else nn.init.zeros_)(parameter)
+        self.obs_dim = obs_dim
+        self.nvec = nvec
+        self.hidden_size = args.hidden_size
+        self.use_memory = args.memory
+        self.network = nn.Sequential(
+            layer_init(nn.Linear(obs_dim, 64)),
+            nn.Tanh(),
+            layer_init(nn.Linear(64, 64)),
+            nn.Tanh(),
+        )
+        self.cell = make_cell(args.cell, 64, args.hidden_size)
+        self.num_states = 2 if args.cell == "lstm" else 1
         self.actor = layer_init(nn.Linear(args.hidden_size, sum(nvec)), 0.01)
         self.critic = layer_init(nn.Linear(args.hidden_size, 1), 1.0)
 
     def recur(self, x, memory, dones=None):
-        """x (n, num_steps, inputs), memory (num_states, n, hidden_size) -> outputs (n, num_steps, hidden_size), memory.
-        dones: None or bool (n, num_steps), episodes end; the steps between ends are one call, which equals a loop."""
-        if not self.args.memory:  # then all steps are first ones
-            return self.cell(x.flatten(0, 1)[:, None])[0].view(*x.shape[:2], -1), memory
-        outputs, cuts = [], [0] if dones is None else [0, *(dones[:, :-1].any(0).nonzero()[:, 0] + 1).tolist()]
-        for begin, end in zip(cuts, [*cuts[1:], x.shape[1]]):
-            memory = memory.masked_fill(dones[:, begin - 1, None], 0.0) if begin else memory  # l3
-            output, memory = self.cell(x[:, begin:end], memory.split(1) if self.num_states == 2 else memory)
-            outputs, memory = [*outputs, output], torch.cat(memory) if self.num_states == 2 else memory
+        """Runs the core over x (n, num_steps, inputs), from memory.
+
+        dones: bool (n, num_steps), where episodes end, or None if none does. Returns the outputs
+        (n, num_steps, hidden_size) and the memory after them. The steps between two ends are one
+        call, which equals a loop over them.
+        """
+        if not self.use_memory:  # every step is a first one
+            outputs, _ = self.cell(x.flatten(0, 1)[:, None])
+            return outputs.view(*x.shape[:2], -1), memory
+
+        begins = [0]
+        if dones is not None:
+            after_ends = dones[:, :-1].any(0).nonzero()[:, 0] + 1
+            begins += after_ends.tolist()
+        ends = [*begins[1:], x.shape[1]]
+        outputs = []
+        for begin, end in zip(begins, ends):
+            if begin > 0:
+                memory = memory.masked_fill(dones[:, begin - 1, None], 0.0)  # l3
+            if self.num_states == 2:
+                output, states = self.cell(x[:, begin:end], memory.split(1))
+                memory = torch.cat(states)
+            else:
+                output, memory = self.cell(x[:, begin:end], memory)
+            outputs.append(output)
         return torch.cat(outputs, 1), memory
 
     def heads(self, obs, memory, dones=None):
-        """obs (n, num_steps, obs_dim + sum(nvec)), rows of Envs.obs -> log-probabilities (n, num_steps, sum(nvec)),
-        values (n, num_steps), memory. Masked actions have probability 0, https://arxiv.org/abs/2006.14171"""
-        obs, masks = obs.split(self.sizes, 2)
-        hidden, memory = self.recur(self.network(obs), memory, dones)
-        logits = torch.where(masks > 0, self.actor(hidden), MASKED).split(self.nvec, 2)
-        logits = torch.cat([part.log_softmax(2) for part in logits], 2)
-        return logits, self.critic(hidden).squeeze(2), memory
+        """Returns log-probabilities (n, num_steps, sum(nvec)), values (n, num_steps) and memory.
 
-    def forward(self, batch):
-        """batch: obs, actions int64 (n, num_steps, len(nvec)), dones, memory -> logprobs, entropy, values, each
-        (n, num_steps)."""
-        logits, values, _ = self.heads(batch["obs"], batch["memory"].transpose(0, 1).contiguous(), batch["dones"])
-        parts = zip(logits.split(self.nvec, 2), batch["actions"].split(1, 2))
-        logprobs = sum(part.gather(2, a).squeeze(2) for part, a in parts)
-        return logprobs, -(logits.exp() * logits).sum(2), values
+        Masked actions have probability 0, https://arxiv.org/abs/2006.14171
+        """
+        hidden = self.network(obs[:, :, : self.obs_dim])
+        hidden, memory = self.recur(hidden, memory, dones)
+        masks = obs[:, :, self.obs_dim :]
+        logits = torch.where(masks > 0, self.actor(hidden), MASKED)
+        parts = [part.log_softmax(2) for part in logits.split(self.nvec, 2)]
+        return torch.cat(parts, 2), self.critic(hidden).squeeze(2), memory
+
+    def forward(self, obs, actions, memory, dones):
+        """Returns logprobs, entropy, values, each (n, num_steps).
+
+        actions: int64 (n, num_steps, len(nvec)); memory: here (n, num_states, hidden_size).
+        """
+        memory = memory.transpose(0, 1).contiguous()
+        logits, values, _ = self.heads(obs, memory, dones)
+        logprobs = 0.0
+        for part, action in zip(logits.split(self.nvec, 2), actions.split(1, 2)):
+            logprobs = logprobs + part.gather(2, action).squeeze(2)
+        entropy = -(logits.exp() * logits).sum(2)
+        return logprobs, entropy, values
 
     @torch.no_grad()
     def step(self, obs, memory):
-        """heads for one step, arrays obs (n, ...) -> arrays of logits (n, ...) and values (n,), and the memory."""
-        logits, values, memory = self.heads(torch.from_numpy(obs[:, None]).to(memory.device), memory)
+        """heads for one step, with arrays: obs (n, ...) -> logits (n, ...), values (n,), memory."""
+        obs = torch.from_numpy(obs[:, None]).to(memory.device)
+        logits, values, memory = self.heads(obs, memory)
         return logits[:, 0].cpu().numpy(), values[:, 0].cpu().numpy(), memory
 
+    def best_actions(self, scores):
+        """Arrays: scores (n, sum(nvec)) -> the largest of each part, int64 (n, len(nvec))."""
+        actions = np.zeros((len(scores), len(self.nvec)), np.int64)
+        begin = 0
+        for k, n in enumerate(self.nvec):
+            actions[:, k] = scores[:, begin : begin + n].argmax(1)
+            begin += n
+        return actions
 
-def rollout(agent, envs, num_steps, start):
-    """Plays num_steps in each environment (G10). Returns arrays by name, float32 obs (num_steps, num_envs, obs_dim +
-    sum(nvec)), int64 actions (num_steps, num_envs, len(nvec)), (num_steps, num_envs) of float32 logprobs, values, bool
-    dones, and the memory at the start (l5); rewards, terminations, the memory after, and the episodes that ended,
-    [(step, i, return, length, ended_by, final_obs, memory before final_obs)]."""
-    shape, memory, episodes = (num_steps, len(envs.envs)), start, []
-    obs, actions = np.zeros((*shape, envs.obs.shape[1]), np.float32), np.zeros((*shape, len(envs.nvec)), int)
-    (rewards, logprobs, values), terminations = np.zeros((3, *shape), np.float32), np.zeros(shape, bool)
-    truncations, noise = np.zeros(shape, bool), -torch.empty(*shape, envs.num_logits).exponential_().log().numpy()
+    def logprobs(self, logits, actions):
+        """Arrays: log-probabilities (n, sum(nvec)), actions (n, len(nvec)) -> theirs, (n,)."""
+        first_place = np.cumsum(self.nvec) - self.nvec
+        return np.take_along_axis(logits, first_place + actions, 1).sum(1)
+
+
+# --------------------------------------------------------------------------------------------------
+# PPO
+# --------------------------------------------------------------------------------------------------
+
+METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+
+
+def rollout(agent, envs, num_steps, memory):
+    """Plays num_steps in each environment (G10), and carries memory along.
+
+    Returns arrays (num_steps, num_envs, ...): float32 obs, int64 actions, float32 logprobs, values
+    and rewards, bool terminations and truncations; and the episodes that ended, each with its last
+    step and the memory (num_states, hidden_size) after it. memory.state is replaced, not changed.
+    """
+    shape = (num_steps, *envs.obs.shape)
+    obs = np.zeros(shape, np.float32)
+    actions = np.zeros((*shape[:2], len(agent.nvec)), np.int64)
+    logprobs = np.zeros(shape[:2], np.float32)
+    values = np.zeros(shape[:2], np.float32)
+    rewards = np.zeros(shape[:2], np.float32)
+    terminations = np.zeros(shape[:2], bool)
+    truncations = np.zeros(shape[:2], bool)
+    episodes = []
+    gumbel_noise = -torch.empty(*shape[:2], sum(agent.nvec)).exponential_().log().numpy()
+
     for step in range(num_steps):
         obs[step] = envs.obs
-        logits, values[step], memory = agent.step(envs.obs, memory)
-        for k, part in enumerate(envs.parts):  # Gumbel noise: the largest is a sample of the policy
-            actions[step, :, k] = (logits + noise[step])[:, part].argmax(1)
-            logprobs[step] += np.take_along_axis(logits[:, part], actions[step, :, k, None], 1)[:, 0]
-        rewards[step], ended = envs.step(actions[step])
-        for i, *_, ended_by, _ in ended:
-            (truncations if ended_by == "truncation" else terminations)[step, i] = True
-        episodes += [(step, *episode, memory[:, episode[0]].clone()) for episode in ended]
-        memory[:, terminations[step] | truncations[step]] = 0.0  # l3
-    return dict(obs=obs, actions=actions, logprobs=logprobs, values=values, dones=terminations | truncations,
-                memory=start), rewards, terminations, memory, episodes
+        logits, values[step], memory.state = agent.step(envs.obs, memory.state)
+        scores = logits + gumbel_noise[step]
+        actions[step] = agent.best_actions(scores)  # with this noise: a sample of the policy
+        logprobs[step] = agent.logprobs(logits, actions[step])
+        rewards[step], terminations[step], truncations[step], ended = envs.step(actions[step])
+        for episode in ended:
+            episodes.append((step, episode, memory.state[:, episode.env].clone()))
+        memory.state[:, terminations[step] | truncations[step]] = 0.0  # l3
+    return obs, actions, logprobs, values, rewards, terminations, truncations, episodes
 
 
 def compute_advantages(rewards, values, next_values, terminations, dones, gamma, gae_lambda):
-    """Generalized advantage estimation (G2): https://arxiv.org/abs/1506.02438, baselines ppo2/runner.py.
-    All arrays (num_steps, num_envs). next_values: of the observation that truly followed each step, before any reset;
-    after a termination they don't count. The sum ends with the episode, at dones."""
+    """Generalized advantage estimation (G2): https://arxiv.org/abs/1506.02438.
+
+    All arrays (num_steps, num_envs). next_values: of the observation that truly followed each
+    step, before any reset; after a termination they don't count. The sum ends with the episode, at
+    dones.
+    """
     deltas = rewards + gamma * np.where(terminations, np.float32(0), next_values) - values
     decays = gamma * gae_lambda * ~dones
-    advantages, last = np.zeros_like(deltas), np.zeros_like(deltas[0])
+    advantages = np.zeros_like(deltas)
+    last = np.zeros_like(deltas[0])
     for step in reversed(range(len(deltas))):
-        advantages[step] = last = deltas[step] + decays[step] * last
+        last = deltas[step] + decays[step] * last
+        advantages[step] = last
     return advantages
 
 
+def explained_variance(values, returns):
+    """1 - Var[returns - values] / Var[returns], arrays; nan where all returns are equal."""
+    variance = np.var(returns)
+    if variance == 0:
+        return np.nan
+    return 1 - np.var(returns - values) / variance
+
+
+def call(module, params, *inputs):
+    """module(*inputs), with its parameters taken from the flat tensor params."""
+    views = {}
+    sizes = [parameter.numel() for parameter in module.parameters()]
+    for (name, parameter), view in zip(module.named_parameters(), params.split(sizes)):
+        views[name] = view.view(parameter.shape)
+    return torch.func.functional_call(module, views, inputs)
+
+
 def ppo_loss(params, agent, batch, clip_coef, args):
-    """PPO's loss on a minibatch: returns it and METRICS, float32 (6,). params: the parameters as one flat tensor;
-    batch: what the agent takes, and logprobs, advantages, returns, values (n, num_steps)."""
-    views = params.split([p.numel() for p in agent.parameters()])
-    views = {name: view.view(p.shape) for (name, p), view in zip(agent.named_parameters(), views)}
-    logprobs, entropy, values = torch.func.functional_call(agent, views, (batch,))
+    """PPO's loss on a minibatch: returns it and METRICS, float32 (6,).
+
+    params: the agent's parameters as one flat tensor; batch: obs, actions, memory and dones as the
+    agent takes them, and logprobs, advantages, returns, values (n, num_steps).
+    """
+    inputs = (batch["obs"], batch["actions"], batch["memory"], batch["dones"])
+    logprobs, entropy, values = call(agent, params, *inputs)
     logratio = logprobs - batch["logprobs"]
-    ratio, advantages = logratio.exp(), batch["advantages"]
+    ratio = logratio.exp()
+
+    advantages = batch["advantages"]
     if args.norm_adv:  # G3
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     clipped_ratio = torch.clamp(ratio, 1 - clip_coef, 1 + clip_coef)
     policy_loss = torch.max(-advantages * ratio, -advantages * clipped_ratio).mean()  # G1
+
     value_losses = (values - batch["returns"]) ** 2
     if args.clip_vloss:  # G4
-        clipped_values = batch["values"] + torch.clamp(values - batch["values"], -clip_coef, clip_coef)
+        change = torch.clamp(values - batch["values"], -clip_coef, clip_coef)
+        clipped_values = batch["values"] + change
         value_losses = torch.max(value_losses, (clipped_values - batch["returns"]) ** 2)
-    value_loss, entropy = 0.5 * value_losses.mean(), entropy.mean()
+    value_loss = 0.5 * value_losses.mean()
+
+    entropy = entropy.mean()
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss  # G5
-    old_approx_kl, approx_kl = (-logratio).mean(), ((ratio - 1) - logratio).mean()  # joschu.net/blog/kl-approx.html
+
+    old_approx_kl = (-logratio).mean()
+    approx_kl = ((ratio - 1) - logratio).mean()  # http://joschu.net/blog/kl-approx.html
     clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
-    return loss, torch.stack((policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac)).detach()
+    metrics = (policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac)
+    return loss, torch.stack(metrics).detach()
 
 
-def update_minibatches(params, optimizer, agent, batch, indices, lr, clip_coef, args):
-    """A step of Adam (G11), in place, for each row of indices (k, minibatch_size); returns the sum of their METRICS."""
-    total, compiling = torch.zeros(len(METRICS), device=params.device), torch.compiler.is_compiling()
+class FlatAdam(nn.Module):
+    """Adam on the parameters of a module as one flat tensor, of which they become views.
+
+    One step is then a few large operations, not many small ones for each layer. It is an
+    nn.Module for its state_dict(), which leaves params to the module that they belong to.
+    """
+
+    def __init__(self, module, eps, weight_decay=0.0):
+        super().__init__()
+        self.eps = eps
+        self.weight_decay = weight_decay
+        self.params = nn.utils.parameters_to_vector(module.parameters()).detach()
+        nn.utils.vector_to_parameters(self.params, module.parameters())
+        self.register_buffer("exp_avg", torch.zeros_like(self.params))
+        self.register_buffer("exp_avg_sq", torch.zeros_like(self.params))
+        self.register_buffer("steps", self.params.new_zeros(()))
+
+    def step(self, grads, lr):
+        """Takes a step, in place, with flat gradients."""
+        adam(
+            [self.params],
+            [grads],
+            [self.exp_avg],
+            [self.exp_avg_sq],
+            [],
+            [self.steps],
+            lr=lr,
+            eps=self.eps,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=self.weight_decay,
+            amsgrad=False,
+            maximize=False,
+            fused=not torch.compiler.is_compiling(),
+        )
+
+
+def clip_grads(grads, max_norm):
+    """Flat gradients, scaled down to the norm max_norm where theirs is larger (G8)."""
+    return grads * torch.clamp(max_norm / (grads.norm() + 1e-6), max=1.0)
+
+
+def update_minibatches(optimizer, agent, batch, indices, lr, clip_coef, args):
+    """A step of Adam for each row of indices (k, minibatch_size); returns the sum of METRICS."""
+    total = torch.zeros(len(METRICS), device=optimizer.params.device)
     for row in indices.unbind():
-        minibatch, leaf = {name: x[row] for name, x in batch.items()}, params.detach().requires_grad_()
-        loss, metrics = ppo_loss(leaf, agent, minibatch, clip_coef, args)
-        grads = torch.autograd.grad(loss, leaf)[0]
-        grads = grads * torch.clamp(args.max_grad_norm / (grads.norm() + 1e-6), max=1.0)  # G8: the norm of them all
-        adam([params], [grads], [optimizer["exp_avg"]], [optimizer["exp_avg_sq"]], [], [optimizer["step"]], lr=lr,
-             eps=1e-5, beta1=0.9, beta2=0.999, weight_decay=0.0, amsgrad=False, maximize=False, fused=not compiling)
+        minibatch = {name: x[row] for name, x in batch.items()}
+        params = optimizer.params.detach().requires_grad_()
+        loss, metrics = ppo_loss(params, agent, minibatch, clip_coef, args)
+        (grads,) = torch.autograd.grad(loss, params)
+        optimizer.step(clip_grads(grads, args.max_grad_norm), lr)
         total = total + metrics
     return total
 
 
-def update(step_minibatches, params, optimizer, agent, batch, lr, clip_coef, args):
-    """PPO's epochs over a batch, in place, by update_minibatches, compiled or not; returns the mean of METRICS."""
-    epochs, rows = [], 2 - args.num_minibatches % 2  # of indices in one call: 2 run faster than 1, 4 compile too long
+def update(step_minibatches, optimizer, agent, batch, lr, clip_coef, args):
+    """PPO's epochs over a batch, by update_minibatches, compiled or not; returns mean METRICS."""
+    rows = 2 - args.num_minibatches % 2  # in a call: two run faster than one, four compile too long
+    epochs = []
     for _ in range(args.update_epochs):
-        indices = torch.randperm(len(batch["obs"])).view(args.num_minibatches, -1).to(params.device)  # G7
-        calls = [step_minibatches(params, optimizer, agent, batch, i, lr, clip_coef, args) for i in indices.split(rows)]
-        epochs.append(torch.stack(calls).sum(0) / args.num_minibatches)
-        if args.target_kl is not None and epochs[-1][METRICS.index("approx_kl")] > args.target_kl:  # X3
+        indices = torch.randperm(len(batch["obs"])).view(args.num_minibatches, -1)  # G7
+        indices = indices.to(optimizer.params.device)
+        sums = []
+        for minibatches in indices.split(rows):
+            sums.append(step_minibatches(optimizer, agent, batch, minibatches, lr, clip_coef, args))
+        epochs.append(torch.stack(sums).sum(0) / args.num_minibatches)
+        approx_kl = epochs[-1][METRICS.index("approx_kl")]
+        if args.target_kl is not None and approx_kl > args.target_kl:  # X3
             break
     return torch.stack(epochs).mean(0).cpu()
 
 
-def save_checkpoint(run_dir, checkpoint, logs):
-    """Writes checkpoint.pt under a temporary name, fsyncs and renames it, so that a kill never leaves half of one."""
-    try:
-        for log in logs:
-            log.flush()
-        checkpoint["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.iterdir()}
-        with open(run_dir / "checkpoint.tmp", "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
-    except (OSError, RuntimeError) as error:
-        fail(f"can't write the checkpoint ({error}): mend that, then --resume {run_dir}, or start anew", code=1)
-
-
-def load_checkpoint(run_dir):
-    """Reads a run's checkpoint or ends the program; weights_only, so that a stranger's file can't run code."""
-    path, script = run_dir / "checkpoint.pt", Path(__file__).name
-    try:
-        if broken := zipfile.ZipFile(path).testzip():  # torch.load doesn't look at checksums
-            raise ValueError(f"bad checksum of {broken}")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint["script"] != script:
-            fail(f"{path} was made by {checkpoint['script']}, not by {script}: run that script")
-        return checkpoint | {"args": Args(**checkpoint["args"])}
-    except Exception as error:  # torch.load raises what it likes
-        reason = " ".join(str(error).split())[:150]
-        fail(f"{path} is missing, damaged or not of this {script} ({reason}): give another run, or start one")
-
-
 def evaluate(agent, args, video_dir=None):
-    """Plays --eval-episodes with the likeliest actions and a seed of its own; prints and returns results."""
-    envs = Envs(args.env_id, 1, (args.seed, 1), video_dir=video_dir and video_dir / "evaluation")
-    episodes, memory = [], torch.zeros(agent.num_states, 1, args.hidden_size, device=agent.actor.bias.device)  # l2
+    """Plays --eval-episodes with the likeliest actions and a seed of its own."""
+    if video_dir:
+        video_dir = video_dir / "evaluation"
+    envs = VecEnv([make_env(args.env_id, video_dir)], (args.seed, 1))
+    memory = Memory(agent, num_envs=1)
+    episodes = []
     while len(episodes) < args.eval_episodes:
-        logits, _, memory = agent.step(envs.obs, memory)
-        memory *= not (ended := envs.step(np.stack([logits[:, part].argmax(1) for part in envs.parts], 1))[1])  # l3
+        logits, _, memory.state = agent.step(envs.obs, memory.state)
+        actions = agent.best_actions(logits)
+        _, terminations, truncations, ended = envs.step(actions)
+        memory.state[:, terminations | truncations] = 0.0  # l3
         episodes += ended
-    returns = [episode[1] for episode in episodes]
-    print(f"evaluation: {np.mean(returns):.1f} +- {np.std(returns):.1f} over {len(returns)} episodes, deterministic")
-    return {"returns": returns, "lengths": [episode[2] for episode in episodes]}
+    envs.close()
+    return report_evaluation(episodes)
 
 
-def request_stop(signum, _frame):
-    """Ctrl-C, SIGTERM: the iteration is ended and saved first. In the first, or at a second Ctrl-C: ends at once."""
-    if signum == signal.SIGINT and hasattr(sys, "ps1"):  # in the shell of python -i
-        raise KeyboardInterrupt
-    if iteration == progress["iteration"] or stop_signals and not stop_signals[0] == signum == signal.SIGTERM:
-        fail(f"stopped at once; --resume {run_dir} goes on from its last checkpoint, if any", code=128 + signum)
-    stop_signals.append(signum)
+# --------------------------------------------------------------------------------------------------
+# Run: the flags of an old run, folder, logs, checkpoints, signals. It is the same text in every
+# script and knows nothing of what is learned: skip it on a first reading.
+# --------------------------------------------------------------------------------------------------
 
+SCRIPT = Path(__file__).name
+
+
+def fail(message, code=2):
+    """Ends the program with one sentence: code 2 for bad input, 1 for a run that failed."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def check(condition, message):
+    """Ends the program if the input is not as it must be."""
+    if not condition:
+        fail(message)
+
+
+def read_flags(may_change):
+    """Reads the command line; returns the flags, and the checkpoint of an old run or None.
+
+    A run that --resume or --evaluate names keeps its own flags; only a few can be given again,
+    those in may_change among them. args.folder is the folder of the run.
+    """
+    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    check(args.resume is None or args.evaluate is None, "give --resume or --evaluate, not both")
+    old_run = args.evaluate if args.resume is None else args.resume
+    saved = None
+    if old_run is None:
+        unique_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        name = args.run_name or unique_name.replace("/", "-")
+        is_name = name == Path(name).name and name != ".."
+        check(is_name, "--run-name must be the name of a folder in runs/, not a path")
+        args.folder = Path("runs", name)
+        exists = os.path.exists(args.folder / "checkpoint.pt")
+        advice = f"choose another --run-name, or go on with --resume {args.folder}"
+        check(not exists, f"{args.folder} exists: {advice}")
+    else:
+        saved = load_checkpoint(Path(old_run))
+        own = replace(Args(**saved["args"]), resume=args.resume, evaluate=args.evaluate)
+        args = tyro.cli(Args, default=own)
+        args.folder = Path(old_run)
+        free = ["eval_episodes", "capture_video", "video_interval", *may_change]
+        changed = []
+        for name, value in asdict(own).items():
+            if getattr(args, name) != value and name not in free:
+                changed.append(f"{name} = {value}")
+        advice = "leave these flags out, or start a new run"
+        check(not changed, f"{old_run} was made with {', '.join(changed)}: {advice}")
+
+    check(0 <= args.seed < 2**32, "--seed must be from 0 to 2**32 - 1")
+    check(args.num_threads >= 0, "--num-threads must be 0 or above")
+    check(args.video_interval > 0, "--video-interval must be above 0")
+    check(args.checkpoint_interval > 0, "--checkpoint-interval must be above 0")
+    check(args.eval_episodes > 0, "--eval-episodes must be above 0")
+    return args, saved
+
+
+def load_checkpoint(folder):
+    """Reads a checkpoint or ends the program; weights_only: a stranger's file can't run code."""
+    path = folder / "checkpoint.pt"
+    try:
+        broken = zipfile.ZipFile(path).testzip()  # torch.load doesn't look at checksums
+        if broken:
+            raise ValueError(f"bad checksum of {broken}")
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        if saved["script"] != SCRIPT:
+            raise ValueError(f"it was made by {saved['script']}")
+        Args(**saved["args"])
+        return saved
+    except Exception as error:  # torch.load raises many kinds
+        reason = " ".join(str(error).split())[:150]
+        fail(f"{path} is missing, damaged, or was not made by this {SCRIPT} ({reason})")
+
+
+def write_whole(path, data):
+    """Writes bytes under another name, fsyncs and renames: a kill never leaves half a file."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def report_evaluation(episodes):
+    """Prints the returns of an evaluation, and returns what evaluation.json has of it."""
+    returns = [episode.episode_return for episode in episodes]
+    lengths = [episode.length for episode in episodes]
+    mean, std = np.mean(returns), np.std(returns)
+    tqdm.write(f"evaluation: {mean:.1f} +- {std:.1f} over {len(returns)} episodes, deterministic")
+    return {"returns": returns, "lengths": lengths}
+
+
+class Run:
+    """A run on disk, and the signals that stop it.
+
+    The script restores the run's parts, loops over iterations(), adds to global_step, logs, and
+    finishes. Iterations and steps are counted from the beginning of the run, not of the process.
+    """
+
+    SAVED = ("iteration", "global_step", "wall_seconds", "recent_returns", "wandb_id", "log_sizes")
+
+    def __init__(self, args, saved, total_steps, save_interval):
+        self.args = args
+        self.saved = saved
+        self.total_steps = total_steps
+        self.save_interval = save_interval  # in iterations
+        self.folder = args.folder
+        self.iteration = 0
+        self.global_step = 0  # all environments together
+        self.wall_seconds = 0.0
+        self.recent_returns = []
+        self.wandb_id = None
+        self.log_sizes = {}
+        self.stop_signal = None
+        self.can_wait = False  # whether a signal waits for the end of the iteration
+        if not saved:
+            self.make_folder()
+        signal.signal(signal.SIGINT, self.on_signal)
+        signal.signal(signal.SIGTERM, self.on_signal)
+
+    def make_folder(self):
+        """Makes the folder and config.json."""
+        try:  # two runs started in one second must not share a folder
+            self.folder.mkdir(parents=True, exist_ok=self.args.run_name is not None)
+        except OSError as error:
+            fail(f"can't make {self.folder} ({error.strerror}): choose another --run-name")
+        git = ["sh", "-c", "git describe --always --dirty"]  # says nothing outside a repository
+        git = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
+        cuda = self.args.cuda and torch.cuda.is_available()
+        versions = {package.name: package.version for package in distributions()}
+        config = {
+            "args": asdict(self.args),
+            "command": sys.argv,
+            "git_commit": git.stdout.strip(),
+            "machine": list(os.uname()),
+            "cores": os.cpu_count(),
+            "device": torch.cuda.get_device_name() if cuda else "cpu",
+            "versions": {"python": sys.version.split()[0], **versions},
+        }
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2))
+
+    def restore(self, **parts):
+        """Names the run's parts and, if there is a checkpoint, brings them back to it.
+
+        A part is anything with state_dict() and load_state_dict().
+        """
+        self.parts = parts
+        if self.saved is None:
+            return
+        try:
+            for name, part in parts.items():
+                part.load_state_dict(self.saved[name])
+            for name in self.SAVED:
+                setattr(self, name, self.saved[name])
+            random.setstate(self.saved["random"]["python"])
+            np.random.set_state(self.saved["random"]["numpy"])
+            torch.set_rng_state(self.saved["random"]["torch"])
+        except Exception as error:  # something is missing, or has another shape or version
+            reason = " ".join(str(error).split())[:150]
+            advice = "use the versions in its config.json, or start a new run"
+            fail(
+                f"can't load {self.folder}, made by another version or damaged ({reason}): {advice}"
+            )
+        evaluation = self.folder / "evaluation.json"
+        if self.args.resume and self.global_step >= self.total_steps and evaluation.exists():
+            print(f"{self.folder} is finished: {evaluation.read_text()}")
+            sys.exit()
+
+    def open_logs(self):
+        """Opens the logs. What was logged after the checkpoint is cut off: it will come again."""
+        for path in self.folder.iterdir():
+            is_log = path.name == "episodes.csv" or path.name.startswith("events.")
+            if is_log and path.is_file() and not path.is_symlink():
+                os.truncate(path, min(path.stat().st_size, self.log_sizes.get(path.name, 0)))
+        if self.args.track:
+            self.start_wandb()
+        self.writer = SummaryWriter(self.folder)
+        self.episodes_file = open(self.folder / "episodes.csv", "a")
+        if self.episodes_file.tell() == 0:
+            self.episodes_file.write("global_step,wall_seconds,env,return,length,ended_by\n")
+        self.start_time = time.time() - self.wall_seconds
+
+        self.terminal = os.isatty(2)
+        self.last_line = time.time()
+        self.bar = tqdm(
+            total=self.total_steps,
+            initial=self.global_step,
+            unit=" steps",
+            dynamic_ncols=True,
+            file=sys.stderr if self.terminal else open(os.devnull, "w"),
+        )
+
+    def start_wandb(self):
+        """Starts W&B, which takes over what TensorBoard gets."""
+        import wandb
+
+        try:
+            online = os.environ.get("WANDB_MODE", "online") == "online"
+            if online and not wandb.login(prompt=False):
+                fail("--track: run `wandb login`, or set WANDB_MODE=offline and sync later")
+            run = wandb.init(
+                project=self.args.wandb_project_name,
+                entity=self.args.wandb_entity,
+                config=asdict(self.args),
+                name=self.folder.name,
+                id=self.wandb_id,
+                resume="allow",
+                dir=self.folder,
+                sync_tensorboard=True,
+            )
+        except Exception as error:  # network, server
+            advice = "try again, or set WANDB_MODE=offline and sync later"
+            fail(f"--track: W&B doesn't start ({error}): {advice}", code=1)
+        self.wandb_id = run.id
+
+    def iterations(self):
+        """Yields the numbers of the iterations that are left, and saves the run between them.
+
+        After Ctrl-C or SIGTERM the program ends here; with python -i only the loop ends.
+        """
+        self.open_logs()
+        while True:
+            done = self.stop_signal is not None or self.global_step >= self.total_steps
+            if done or self.iteration % self.save_interval == 0:
+                self.save()
+            self.show_progress(done)
+            if done:
+                break
+            self.iteration += 1
+            yield self.iteration - 1
+            self.can_wait = True
+
+        self.can_wait = False
+        self.bar.close()
+        self.writer.close()
+        self.episodes_file.close()
+        if self.stop_signal is not None:
+            command = f"python {SCRIPT} --resume {self.folder}"
+            print(f"stopped at step {self.global_step}; go on with: {command}")
+            if not sys.flags.interactive:
+                sys.exit(128 + self.stop_signal)
+
+    def on_signal(self, signum, frame):
+        """Ctrl-C and SIGTERM: the run is saved and ends after this iteration.
+
+        It ends at once in the first iteration, which may compile for minutes, in an evaluation,
+        and after a second Ctrl-C.
+        """
+        if signum == signal.SIGINT and hasattr(sys, "ps1"):  # in the shell of python -i
+            raise KeyboardInterrupt
+        second_ctrl_c = signum == signal.SIGINT and self.stop_signal is not None
+        if second_ctrl_c or not self.can_wait:
+            advice = f"--resume {self.folder} goes on from its last checkpoint, if there is one"
+            fail(f"stopped at once; {advice}", code=128 + signum)
+        self.stop_signal = signum
+
+    def save(self):
+        """Writes checkpoint.pt: tensors and plain Python values."""
+        self.check_finite(*self.parts["agent"].parameters())
+        checkpoint = {"script": SCRIPT, "args": asdict(self.args)}
+        try:
+            self.writer.flush()
+            self.episodes_file.flush()
+            self.wall_seconds = time.time() - self.start_time
+            self.log_sizes = {path.name: path.stat().st_size for path in self.folder.iterdir()}
+            for name in self.SAVED:
+                checkpoint[name] = getattr(self, name)
+            for name, part in self.parts.items():
+                checkpoint[name] = part.state_dict()
+            algorithm, keys, *rest = np.random.get_state()
+            checkpoint["random"] = {
+                "python": random.getstate(),
+                "numpy": (algorithm, keys.tolist(), *rest),
+                "torch": torch.get_rng_state(),
+            }
+            file = io.BytesIO()
+            torch.save(checkpoint, file)
+            write_whole(self.folder / "checkpoint.pt", file.getvalue())
+        except OSError as error:
+            advice = f"fix it, then go on with --resume {self.folder}, or start a new run"
+            fail(f"can't write the checkpoint ({error}): {advice}", code=1)
+
+    def show_progress(self, done):
+        """Draws a bar on a terminal; elsewhere prints a line every five seconds."""
+        if not done and time.time() - self.last_line < (0.1 if self.terminal else 5):
+            return
+        self.last_line = time.time()
+        if self.recent_returns:
+            self.bar.set_postfix_str(f"return {np.mean(self.recent_returns):.1f}", refresh=False)
+        self.bar.update(min(self.global_step, self.total_steps) - self.bar.n)
+        self.bar.refresh()
+        if not self.terminal:
+            print(self.bar, flush=True)
+
+    def log_episode(self, step, episode):
+        """Logs an Episode that ended at a step of the run."""
+        episode_return, length = episode.episode_return, episode.length
+        wall_seconds = time.time() - self.start_time
+        row = f"{step},{wall_seconds:.2f},{episode.env},{episode_return!r},{length}"
+        self.episodes_file.write(f"{row},{episode.ended_by}\n")
+        self.writer.add_scalar("charts/episodic_return", episode_return, step)
+        self.writer.add_scalar("charts/episodic_length", length, step)
+        self.recent_returns = [*self.recent_returns[-99:], episode_return]
+
+    def log(self, scalars):
+        """Logs numbers by their tags, and the speed."""
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, float(value), self.global_step)
+        sps = int(self.global_step / (time.time() - self.start_time))
+        self.writer.add_scalar("charts/SPS", sps, self.global_step)
+
+    def check_finite(self, *tensors):
+        """Ends a run whose learning has diverged, before it is saved."""
+        if not all(torch.isfinite(tensor).all() for tensor in tensors):
+            fail(
+                f"iteration {self.iteration}: the loss is not finite; {self.folder} keeps the "
+                "last good checkpoint. Try a lower --learning-rate, or look for NaN in the "
+                "environment's rewards and observations",
+                code=1,
+            )
+
+    def finish(self, results):
+        """Writes the results of the last evaluation, which make the run a finished one."""
+        if self.args.save_model:
+            name = self.args.exp_name.replace("/", "-")
+            torch.save(self.parts["agent"].state_dict(), self.folder / f"{name}.cleanrl_model")
+        write_whole(self.folder / "evaluation.json", json.dumps(results).encode())
+        print(f"finished: everything is in {self.folder}")
+
+
+# End of Run. --------------------------------------------------------------------------------------
+
+
+# --------------------------------------------------------------------------------------------------
+# The training
+# --------------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
-    args, checkpoint = parse_args()
+    args, saved = parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
     torch.set_num_threads(args.num_threads or 1)  # a second thread gains nothing on layers of 64
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-        set_seed(args.seed)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
 
-    run_name = args.run_name or f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
-    run_dir = Path(args.resume or args.evaluate or f"runs/{run_name}")
-    if not checkpoint and os.path.exists(run_dir / "checkpoint.pt"):
-        fail(f"{run_dir} exists: choose another --run-name, or go on with --resume {run_dir}")
-    video_dir = run_dir / "videos" if args.capture_video else None
-    if video_dir and sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
-    envs = Envs(args.env_id, args.num_envs, args.seed, None if args.evaluate else video_dir, args.video_interval)
-    agent = Agent(envs.obs_dim, envs.nvec, args).to(device)
-    params = nn.utils.parameters_to_vector(agent.parameters()).detach()
-    nn.utils.vector_to_parameters(params, agent.parameters())  # from here on they are views of one flat tensor
-    optimizer = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")} | {"step": params.new_zeros(())}
-    memory = torch.zeros(agent.num_states, args.num_envs, args.hidden_size, device=device)  # l2
-    progress = {"iteration": 0, "wall_seconds": 0.0, "recent_returns": [], "wandb_id": None, "log_sizes": {}}
-    if checkpoint:
-        try:
-            progress = {name: checkpoint[name] for name in progress}
-            agent.load_state_dict(checkpoint["agent"])
-            args.evaluate or envs.load_state(checkpoint["envs"])
-            memory[:, going] = checkpoint["memory"].to(device).view_as(memory)[:, (going := envs.episode_lengths > 0)]
-            optimizer = {name: checkpoint["optimizer"][name].to(x.device) for name, x in optimizer.items()}
-            for setter, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), checkpoint["random"]):
-                setter(state)
-        except Exception as error:  # a part is missing, or of another shape or version
-            fail(f"can't load {run_dir}: {' '.join(str(error).split())[:99]}; use config.json's versions or start anew")
-    iteration, recent_returns, stop_signals = progress["iteration"], progress["recent_returns"], []
-    signal.signal(signal.SIGINT, request_stop)
-    signal.signal(signal.SIGTERM, request_stop)
+    video_dir = args.folder / "videos" if args.capture_video else None
+    envs = [make_env(args.env_id) for _ in range(args.num_envs)]
+    if video_dir and not args.evaluate:
+        envs[0] = make_env(args.env_id, video_dir, args.video_interval)
+    envs = VecEnv(envs, args.seed)
+    nvec = envs.action_space.nvec.tolist()
+    agent = Agent(envs.obs.shape[1] - sum(nvec), nvec, args).to(device)
+    optimizer = FlatAdam(agent, eps=1e-5)  # G11
+    memory = Memory(agent, args.num_envs)
+    run = Run(args, saved, args.num_iterations * args.batch_size, args.checkpoint_interval)
     if args.evaluate:
-        sys.exit(not evaluate(agent, args, video_dir))
-    if iteration == args.num_iterations and (run_dir / "evaluation.json").exists():
-        sys.exit(print(f"{run_dir} is finished: {(run_dir / 'evaluation.json').read_text()}"))
+        run.restore(agent=agent)
+        evaluate(agent, args, video_dir)
+        sys.exit()
+    run.restore(agent=agent, optimizer=optimizer, memory=memory, envs=envs)
+    starting = torch.tensor([not env.actions for env in envs.envs])
+    memory.state[:, starting] = 0.0  # where an environment could not be brought back
 
-    try:  # two runs started in one second must not share a folder
-        run_dir.mkdir(parents=True, exist_ok=bool(args.resume or args.run_name))
-    except OSError as error:
-        fail(f"can't make {run_dir} ({error.strerror}): choose another --run-name, or mend that")
-    for path in run_dir.iterdir():  # what was logged after the checkpoint will be logged again
-        if (path.name == "episodes.csv" or path.name.startswith("events.")) and not path.is_symlink():
-            os.truncate(path, min(path.stat().st_size, progress["log_sizes"].get(path.name, 0)))
-    if not checkpoint:
-        git = ["sh", "-c", "git describe --always --dirty"]  # says nothing without git, or outside a repository
-        commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-        config = {"args": asdict(args), "command": sys.argv, "git_commit": commit, "machine": [*os.uname()],
-                  "cores": os.cpu_count(), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-                  "versions": {"python": sys.version.split()[0]} | {d.name: d.version for d in distributions()}}
-        (run_dir / "config.json").write_text(json.dumps(config, indent=2))
-        (run_dir / "episodes.csv").write_text("global_step,wall_seconds,env,return,length,ended_by\n")
-    if args.track:
-        import wandb
-        try:
-            if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
-                fail("--track: there is no login: run `wandb login`, or set WANDB_MODE=offline and sync later")
-            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
-                       name=run_dir.name, id=progress["wandb_id"], resume="allow", dir=run_dir, sync_tensorboard=True)
-        except Exception as error:  # network, server
-            fail(f"--track: W&B doesn't start ({error}): try again, or set WANDB_MODE=offline and sync later", code=1)
-    writer, episodes_file = SummaryWriter(run_dir), open(run_dir / "episodes.csv", "a")
-    start_time, last_line, terminal = time.time() - progress["wall_seconds"], time.time(), os.isatty(2)
-    bar = tqdm(total=args.num_iterations * args.batch_size, initial=iteration * args.batch_size, unit=" steps",
-               dynamic_ncols=True, file=sys.stderr if terminal else open(os.devnull, "w"))
-
-    while True:
-        global_step, stop = iteration * args.batch_size, stop_signals or iteration == args.num_iterations
-        if stop or iteration % args.checkpoint_interval == 0:
-            numpy_random = [x.tolist() if isinstance(x, np.ndarray) else x for x in np.random.get_state()]
-            save_checkpoint(run_dir, {
-                "script": Path(__file__).name, "args": asdict(args), "iteration": iteration, "global_step": global_step,
-                "wall_seconds": time.time() - start_time, "recent_returns": recent_returns,
-                "wandb_id": wandb.run.id if args.track else None, "random": [random.getstate(), numpy_random,
-                torch.get_rng_state()], "agent": agent.state_dict(), "optimizer": optimizer, "envs": envs.state(),
-                "memory": memory}, logs=(writer, episodes_file))
-        if stop:
-            break
+    for iteration in run.iterations():
         remaining = 1.0 - iteration / args.num_iterations
-        lr = torch.tensor(args.learning_rate * (remaining if args.anneal_lr else 1.0), device=device)  # G6
-        clip_coef = torch.tensor(args.clip_coef * (remaining if args.anneal_clip else 1.0), device=device)  # X1
+        lr = args.learning_rate * (remaining if args.anneal_lr else 1.0)  # G6
+        clip_coef = args.clip_coef * (remaining if args.anneal_clip else 1.0)  # X1
+        lr = torch.tensor(lr, device=device)
+        clip_coef = torch.tensor(clip_coef, device=device)
 
-        batch, rewards, terminations, memory, episodes = rollout(agent, envs, args.num_steps, memory)
-        values, dones = batch["values"], batch["dones"]
-        batch = {k: torch.as_tensor(x, device=device).transpose(0, 1) for k, x in batch.items()}  # of environments, l4
-        final_memory = torch.stack([*memory.unbind(1), *(episode[-1] for episode in episodes)], 1)
-        final_values = agent.step(np.stack([*envs.obs, *(episode[-2] for episode in episodes)]), final_memory)[1]
+        start_memory = memory.state  # kept for the update (l5)
+        obs, actions, logprobs, values, rewards, terminations, truncations, episodes = rollout(
+            agent, envs, args.num_steps, memory
+        )
+
+        # Rows of the batch are environments, with their steps in order (l4)
+        batch = {
+            "obs": torch.from_numpy(obs).transpose(0, 1).to(device),
+            "actions": torch.from_numpy(actions).transpose(0, 1).to(device),
+            "logprobs": torch.from_numpy(logprobs).transpose(0, 1).to(device),
+            "values": torch.from_numpy(values).transpose(0, 1).to(device),
+            "dones": torch.from_numpy(terminations | truncations).transpose(0, 1).to(device),
+            "memory": start_memory.transpose(0, 1),
+        }
+        final_obs = np.stack([*envs.obs, *(episode.final_obs for _, episode, _ in episodes)])
+        final_memory = [*memory.state.unbind(1), *(state for _, _, state in episodes)]
+        _, final_values, _ = agent.step(final_obs, torch.stack(final_memory, 1))
+
+        # A step's next value is the next step's, except at the rollout's and at an episode's end
         next_values = np.concatenate((values[1:], final_values[None, : args.num_envs]))
-        next_values[[e[0] for e in episodes], [e[1] for e in episodes]] = final_values[args.num_envs :]
+        for (step, episode, _), final_value in zip(episodes, final_values[args.num_envs :]):
+            next_values[step, episode.env] = final_value
+        dones = terminations | truncations
         ends = terminations if args.bootstrap_truncated else dones
-        advantages = compute_advantages(rewards, values, next_values, ends, dones, args.gamma, args.gae_lambda)
+        advantages = compute_advantages(
+            rewards, values, next_values, ends, dones, args.gamma, args.gae_lambda
+        )
         returns = advantages + values
-        batch["advantages"], batch["returns"] = (torch.tensor(x.T, device=device) for x in (advantages, returns))
-        metrics = update(update_minibatches, params, optimizer, agent, batch, lr, clip_coef, args)
-        if not (torch.isfinite(metrics).all() and torch.isfinite(params).all()):
-            fail(f"iteration {iteration + 1}: the loss is not finite; {run_dir} keeps the last good checkpoint. "
-                 "Try a lower --learning-rate, or look for NaN in the environment's rewards and observations", code=1)
+        batch["advantages"] = torch.tensor(advantages.T, device=device)
+        batch["returns"] = torch.tensor(returns.T, device=device)
 
-        iteration += 1
-        for step, i, episode_return, length, ended_by, *_ in episodes:
-            step, wall_seconds = global_step + (step + 1) * args.num_envs, time.time() - start_time
-            episodes_file.write(f"{step},{wall_seconds:.2f},{i},{episode_return!r},{length},{ended_by}\n")
-            writer.add_scalar("charts/episodic_return", episode_return, step)
-            writer.add_scalar("charts/episodic_length", length, step)
-            recent_returns = [*recent_returns[-99:], episode_return]
-        global_step = iteration * args.batch_size
-        explained_variance = 1 - np.var(returns - values) / (np.var(returns) or np.nan)
-        for name, x in [*zip(METRICS, metrics), ("explained_variance", explained_variance)]:
-            writer.add_scalar(f"losses/{name}", float(x), global_step)
-        writer.add_scalar("charts/learning_rate", lr.item(), global_step)
-        writer.add_scalar("charts/SPS", int(global_step / (time.time() - start_time)), global_step)
-        bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}" if recent_returns else "", refresh=False)
-        bar.update(args.batch_size)
-        if not (terminal or stop_signals) and (time.time() - last_line > 5 or iteration == args.num_iterations):
-            print(bar, flush=True)
-            last_line = time.time()
+        metrics = update(update_minibatches, optimizer, agent, batch, lr, clip_coef, args)
+        run.check_finite(metrics, optimizer.params)
 
-    for file in filter(None, (bar, writer, envs.video)):
-        file.close()
-    if stop_signals:
-        print(f"stopped at step {global_step}; go on with: python {Path(__file__).name} --resume {run_dir}")
-    else:
-        stop_signals.append(0)  # from here on a signal ends the program at once
-        if args.save_model:
-            torch.save(agent.state_dict(), run_dir / f"{args.exp_name.replace('/', '-')}.cleanrl_model")
-        (run_dir / "evaluation.tmp").write_text(json.dumps(evaluate(agent, args, video_dir)))
-        (run_dir / "evaluation.tmp").replace(run_dir / "evaluation.json")
-        print("written:", *sorted(str(path) for path in run_dir.rglob("*") if path.is_file()), sep="\n  ")
-    if stop_signals[0] and not sys.flags.interactive:
-        sys.exit(128 + stop_signals[0])
+        for step, episode, _ in episodes:
+            run.log_episode(run.global_step + (step + 1) * args.num_envs, episode)
+        run.global_step += args.batch_size
+        scalars = {f"losses/{name}": value for name, value in zip(METRICS, metrics)}
+        scalars["losses/explained_variance"] = explained_variance(values, returns)
+        scalars["charts/learning_rate"] = lr
+        run.log(scalars)
+
+    envs.close()
+    if run.stop_signal is None:
+        run.finish(evaluate(agent, args, video_dir))
