@@ -16,6 +16,7 @@ test-engines: .venv/installed
 	$(RUN) -m pytest -q -s tests/engines.py
 
 lint: .venv/installed
+	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 
 .venv/installed: requirements.txt

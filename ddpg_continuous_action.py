@@ -20,8 +20,9 @@
 
 Deep Deterministic Policy Gradient, Lillicrap et al. 2015, https://arxiv.org/abs/1509.02971, with
 the settings of the TD3 paper, Fujimoto et al. 2018, https://arxiv.org/abs/1802.09477 ("OurDDPG").
-Flags reach those of the DDPG paper; the README has them. A time limit is not a termination. To
-diff against ppo_continuous_action.py.
+Flags reach those of the first paper; the README has them. The comments use the numbers of details
+of ppo_continuous_action.py. A time limit is not a termination.
+Diff it against ppo_continuous_action.py.
 
     python ddpg_continuous_action.py --env-id HalfCheetah-v5 --total-timesteps 1000000
 """
@@ -76,8 +77,8 @@ class Args:
     save_model: bool = False  # write the final weights to EXPERIMENT.cleanrl_model too
     checkpoint_interval: int = 10000  # steps between checkpoints
     eval_episodes: int = 10  # episodes of the evaluation: deterministic actions, seeds of its own
-    resume: str | None = None  # folder of a run to go on with, exactly; it knows its flags
-    evaluate: str | None = None  # folder of a run whose policy is played; it knows its flags
+    resume: str | None = None  # continue the run in this folder, exactly; its flags come with it
+    evaluate: str | None = None  # play the policy of the run in this folder; its flags come with it
 
     env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
     total_timesteps: int = 1000000  # steps of the run, all environments together
@@ -90,9 +91,7 @@ class Args:
     buffer_size: int = 1000000  # transitions in the replay buffer
     batch_size: int = 256  # transitions in a minibatch
     tau: float = 0.005  # part of the way that the target networks go at an update
-    random_steps: int | None = (
-        None  # steps with random actions at the start, else --learning-starts
-    )
+    random_steps: int | None = None  # steps with random actions, else --learning-starts
     learning_starts: int = 25000  # steps before the first update
     updates_per_step: float = 1.0  # updates for each step of an environment; may be below 1
     policy_frequency: int = 1  # update the actor and the targets at every N-th update of the critic
@@ -107,7 +106,10 @@ class Args:
 
 
 def parse_args():
-    """Returns the flags, and the checkpoint that --resume or --evaluate starts from, or None."""
+    """Returns the flags, and the checkpoint that --resume or --evaluate starts from, or None.
+
+    To the flags it adds folder and num_iterations.
+    """
     args, saved = read_flags(may_change=[])  # the replay buffer depends on --checkpoint-interval
     check(args.total_timesteps > 0, "--total-timesteps must be above 0")
     for name in ("learning_rate", "actor_learning_rate", "critic_learning_rate", "max_grad_norm"):
@@ -158,7 +160,8 @@ class RescaleAction(gym.ActionWrapper):
 class RecordVideo(gym.Wrapper):
     """Writes every interval-th episode to folder/episode-N.mp4, frame by frame.
 
-    Gymnasium's own keeps the frames of an episode in memory, a gigabyte for 1,000 of MuJoCo's.
+    Gymnasium's own keeps all frames of an episode in memory: 700 MB for 1,000 steps of HalfCheetah.
+    The file begins with the first step, so that an episode that is never played has none.
     """
 
     def __init__(self, env, folder, interval):
@@ -179,6 +182,7 @@ class RecordVideo(gym.Wrapper):
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"episode-{episode}.mp4"
             fps = self.env.metadata.get("render_fps", 30)
+            # Codecs need even sizes; imageio's default would scale frames to multiples of 16
             self.video = imageio.get_writer(path, fps=fps, macro_block_size=2)
             self.video.append_data(self.env.render())
         self.starting = False
@@ -206,7 +210,7 @@ class ReplayEnv(gym.Wrapper):
 
     Given a seed and actions, an environment always does the same. So it is saved as its last seed
     and the actions since, which are played again to bring it back. It gets a new seed with the
-    first episode that starts more than steps_per_seed steps after the last one.
+    first episode that starts at least steps_per_seed steps after the last seed.
     """
 
     def __init__(self, env, steps_per_seed=1000):
@@ -258,7 +262,10 @@ class ReplayEnv(gym.Wrapper):
 
 
 def make_env(env_id, video_dir=None, video_interval=1):
-    """Makes an environment, filmed if there is a video_dir, or ends the program."""
+    """Makes an environment with its wrappers; with a video_dir it is filmed.
+
+    Ends the program if the environment can't be made or has other spaces than this script needs.
+    """
     options = {}
     if video_dir:
         options["render_mode"] = "rgb_array"
@@ -266,10 +273,10 @@ def make_env(env_id, video_dir=None, video_interval=1):
             os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
     try:
         env = gym.make(env_id, disable_env_checker=True, **options)
-        env.reset(seed=0)
+        env.reset(seed=0)  # rather fail here than later
         if video_dir:
             env.render()
-    except Exception as error:  # environments and renderers raise their own
+    except Exception as error:  # environments and renderers raise their own errors
         fail(f"can't make {env_id}: {' '.join(str(error).split())}")
 
     space = env.action_space
@@ -277,16 +284,15 @@ def make_env(env_id, video_dir=None, video_interval=1):
     check(fits, f"{env_id} has the action space {space}, but this script needs a Box of floats")
     bounded = np.isfinite(space.high - space.low).all()
     check(bounded, f"{env_id} has the action space {space}, but this script needs finite bounds")
-    space = env.observation_space
-    fits = isinstance(space, gym.spaces.Box | gym.spaces.Dict) and space.is_np_flattenable
-    check(
-        fits, f"{env_id} has the observation space {space}, but this script needs a Box or a Dict"
-    )
+    obs_space = env.observation_space
+    fits = isinstance(obs_space, gym.spaces.Box | gym.spaces.Dict) and obs_space.is_np_flattenable
+    advice = "but this script needs a Box or a Dict of them"
+    check(fits, f"{env_id} has the observation space {obs_space}, {advice}")
 
     env = gym.wrappers.RecordEpisodeStatistics(env)
     if video_dir:
         env = RecordVideo(env, video_dir, video_interval)
-    if len(space.shape or ()) != 1:
+    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     env = RescaleAction(env)
     return ReplayEnv(env)
@@ -303,7 +309,7 @@ class Episode(NamedTuple):
 
 
 class VecEnv:
-    """Environments, stepped one after another; obs (num_envs, *obs_shape): where they are now."""
+    """Environments, stepped one after another; obs: the current observations, (num_envs, ...)."""
 
     def __init__(self, envs, seed):
         self.envs = envs
@@ -354,7 +360,7 @@ class RunningMeanStd:
     def update(self, batch):
         """Adds a batch (n, *shape), float64."""
         n = len(batch)
-        if n == 1:  # twice as fast
+        if n == 1:  # the same, in half the time
             mean = batch[0]
             squares = 0.0
         else:
@@ -373,11 +379,16 @@ class RunningMeanStd:
         return np.minimum(np.maximum(x, -10.0), 10.0).astype(np.float32)
 
     def state_dict(self):
-        return {name: torch.tensor(value) for name, value in vars(self).items()}
+        return {
+            "mean": torch.tensor(self.mean),
+            "var": torch.tensor(self.var),
+            "count": torch.tensor(self.count),
+        }
 
     def load_state_dict(self, state):
-        for name in vars(self):
-            setattr(self, name, state[name].numpy())
+        self.mean = state["mean"].numpy()
+        self.var = state["var"].numpy()
+        self.count = state["count"].numpy()
 
 
 class Normalizer:
@@ -406,13 +417,13 @@ class Normalizer:
         if self.norm_obs:
             self.obs_rms.update(obs.astype(np.float64))
 
-    def observations(self, obs):
+    def normalize_obs(self, obs):
         """obs (n, obs_dim) -> float32, as the networks see them."""
         if self.norm_obs:
             return self.obs_rms.normalize(obs)
         return obs.astype(np.float32)
 
-    def rewards(self, rewards):
+    def normalize_rewards(self, rewards):
         """rewards (n,) -> the same as the critic sees them."""
         if self.norm_reward:
             return (rewards / np.sqrt(self.return_rms.var + 1e-8)).clip(-10.0, 10.0)
@@ -434,9 +445,9 @@ class Normalizer:
 class ReplayBuffer:
     """The last size transitions, float32 rows in a file that is mapped to memory.
 
-    So a checkpoint needs only their number. The file has spare rows more than size: if no more than
-    these are written between two checkpoints, none that the first one may sample is overwritten,
-    and a killed run goes on from it with the same buffer.
+    So a checkpoint needs only their number. The file has spare more rows. At most so many are
+    written between two checkpoints, so all that a checkpoint may sample from is still there when a
+    killed run goes on from it.
     """
 
     def __init__(self, path, size, spare, obs_dim, action_dim, is_new):
@@ -452,7 +463,7 @@ class ReplayBuffer:
             whole = path.is_file() and path.stat().st_size == num_bytes
             check(whole, f"{path}, the replay buffer, is missing or damaged: start a new run")
         self.file = np.memmap(path, np.float32, mode="r+", shape=shape)
-        self.rows = np.asarray(self.file)
+        self.rows = np.asarray(self.file)  # the same memory, faster to index
         self.size = size
         self.count = 0
         self.obs_dim = obs_dim
@@ -492,12 +503,12 @@ class ReplayBuffer:
         ages = np.random.randint(min(self.count, self.size), size=n)
         rows = self.rows[(self.count - 1 - ages) % len(self.rows)]
         if normalizer.norm_obs:
-            obs = slice(0, self.obs_dim)
-            next_obs = slice(-self.obs_dim - 1, -1)
-            rows[:, obs] = normalizer.observations(rows[:, obs])
-            rows[:, next_obs] = normalizer.observations(rows[:, next_obs])
-        rewards = -self.obs_dim - 2
-        rows[:, rewards] = normalizer.rewards(rows[:, rewards])
+            obs_columns = slice(0, self.obs_dim)
+            next_obs_columns = slice(-self.obs_dim - 1, -1)
+            rows[:, obs_columns] = normalizer.normalize_obs(rows[:, obs_columns])
+            rows[:, next_obs_columns] = normalizer.normalize_obs(rows[:, next_obs_columns])
+        reward_column = -self.obs_dim - 2
+        rows[:, reward_column] = normalizer.normalize_rewards(rows[:, reward_column])
         return torch.from_numpy(rows)
 
     def state_dict(self):
@@ -542,14 +553,14 @@ class Agent(nn.Module):
 # DDPG
 # --------------------------------------------------------------------------------------------------
 
-METRICS = ("qf1_values", "qf1_loss", "actor_loss")
+METRICS = ("qf1_values", "qf1_loss", "actor_loss")  # CleanRL's names
 
 
 class ExplorationNoise:
-    """What is added to the actions: Gaussian, or an Ornstein-Uhlenbeck process (section 7)."""
+    """What is added to the actions: Gaussian, or an Ornstein-Uhlenbeck process."""
 
     def __init__(self, shape, args):
-        self.decay = 0.85 if args.noise_type == "ou" else 0.0  # the paper's theta is 0.15
+        self.decay = 0.85 if args.noise_type == "ou" else 0.0  # theta is 0.15 (section 7)
         self.first_std = args.exploration_noise
         self.last_std = args.exploration_noise
         if args.final_exploration_noise is not None:
@@ -562,9 +573,9 @@ class ExplorationNoise:
         self.state = self.decay * self.state + std * np.random.standard_normal(self.state.shape)
         return self.state
 
-    def reset(self, envs):
-        """Starts again in these environments, an index of any kind."""
-        self.state[envs] = 0.0
+    def reset(self, dones):
+        """Starts again where dones, bool (num_envs,), says so."""
+        self.state[dones] = 0.0
 
     def state_dict(self):
         return {"state": torch.tensor(self.state)}
@@ -575,18 +586,18 @@ class ExplorationNoise:
 
 def call(module, params, *inputs):
     """module(*inputs), with its parameters taken from the flat tensor params."""
-    views = {}
+    by_name = {}
     sizes = [parameter.numel() for parameter in module.parameters()]
-    for (name, parameter), view in zip(module.named_parameters(), params.split(sizes)):
-        views[name] = view.view(parameter.shape)
-    return torch.func.functional_call(module, views, inputs)
+    for (name, parameter), chunk in zip(module.named_parameters(), params.split(sizes)):
+        by_name[name] = chunk.view(parameter.shape)
+    return torch.func.functional_call(module, by_name, inputs)
 
 
 class FlatAdam(nn.Module):
     """Adam on the parameters of a module as one flat tensor, of which they become views.
 
-    One step is then a few large operations, not many small ones for each layer. It is an
-    nn.Module for its state_dict(), which leaves params to the module that they belong to.
+    One step is then a few large operations, not many small ones for each layer. Make it after
+    module.to(device). It is an nn.Module for its state_dict(), which leaves params to the module.
     """
 
     def __init__(self, module, eps, weight_decay=0.0):
@@ -606,7 +617,7 @@ class FlatAdam(nn.Module):
             [grads],
             [self.exp_avg],
             [self.exp_avg_sq],
-            [],
+            [],  # only amsgrad has more
             [self.steps],
             lr=lr,
             eps=self.eps,
@@ -631,19 +642,21 @@ class Target(nn.Module):
 
 
 class Metrics(nn.Module):
-    """Sums of METRICS since they were last logged, and their numbers: float32 (2, 3)."""
+    """Sums of METRICS since they were last logged, and how many of each: float32 (3,)."""
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("totals", torch.zeros(2, len(METRICS)))
+        self.register_buffer("sums", torch.zeros(len(METRICS)))
+        self.register_buffer("counts", torch.zeros(len(METRICS)))
 
     def means(self):
         """Returns {name: mean}, of those that there are, and starts again."""
         means = {}
-        for name, total, count in zip(METRICS, *self.totals.tolist()):
+        for name, total, count in zip(METRICS, self.sums.tolist(), self.counts.tolist()):
             if count > 0:
                 means[name] = total / count
-        self.totals.zero_()
+        self.sums.zero_()
+        self.counts.zero_()
         return means
 
 
@@ -652,18 +665,28 @@ def clip_grads(grads, max_norm):
     return grads * torch.clamp(max_norm / (grads.norm() + 1e-6), max=1.0)
 
 
-def step_down(loss, params, optimizer, lr, args):
-    """A step of the optimizer along the gradient of loss, a scalar, by params, flat."""
+def gradient_step(loss, params, optimizer, lr, args):
+    """A step of the optimizer with the gradient of loss, a scalar, by the flat params."""
     (grads,) = torch.autograd.grad(loss, params)
     if args.max_grad_norm is not None:
         grads = clip_grads(grads, args.max_grad_norm)
     optimizer.step(grads, lr)
 
 
-def update(agent, actor, critic, actor_target, critic_target, metrics, rows, with_actor, args):
-    """A step for the critic and, with_actor, one for the actor and both targets (algorithm 1).
+def update(
+    agent,
+    actor_optimizer,
+    critic_optimizer,
+    actor_target,
+    critic_target,
+    metrics,
+    rows,
+    with_actor,
+    args,
+):
+    """A step for the critic and, with_actor, one for the actor and both targets.
 
-    actor, critic: FlatAdam; rows: see ReplayBuffer.sample. Adds METRICS to metrics.
+    Algorithm 1 of Lillicrap et al.; rows: see ReplayBuffer.sample. Adds METRICS to metrics.
     """
     obs, actions, rewards, next_obs, terminations = rows.split(agent.row_sizes, 1)
     next_actions = call(agent.actor, actor_target.params, next_obs)
@@ -671,28 +694,29 @@ def update(agent, actor, critic, actor_target, critic_target, metrics, rows, wit
     next_values = call(agent.critic, critic_target.params, next_inputs)
     td_targets = rewards + args.gamma * (1 - terminations) * next_values
 
-    params = critic.params.detach().requires_grad_()
+    params = critic_optimizer.params.detach().requires_grad_()
     values = call(agent.critic, params, torch.cat((obs, actions), 1))
     critic_loss = nn.functional.mse_loss(values, td_targets)
     lr = args.critic_learning_rate or args.learning_rate
-    step_down(critic_loss, params, critic, lr, args)
-    metrics.totals[0, :2] += torch.stack((values.mean(), critic_loss)).detach()
-    metrics.totals[1, :2] += 1
+    gradient_step(critic_loss, params, critic_optimizer, lr, args)
+    metrics.sums[:2] += torch.stack((values.mean(), critic_loss)).detach()
+    metrics.counts[:2] += 1
 
     if with_actor:
-        params = actor.params.detach().requires_grad_()
+        params = actor_optimizer.params.detach().requires_grad_()
         new_actions = call(agent.actor, params, obs)
-        actor_loss = -call(agent.critic, critic.params, torch.cat((obs, new_actions), 1)).mean()
+        inputs = torch.cat((obs, new_actions), 1)
+        actor_loss = -call(agent.critic, critic_optimizer.params, inputs).mean()
         lr = args.actor_learning_rate or args.learning_rate
-        step_down(actor_loss, params, actor, lr, args)
-        actor_target.follow(actor, args.tau)
-        critic_target.follow(critic, args.tau)
-        metrics.totals[0, 2] += actor_loss.detach()
-        metrics.totals[1, 2] += 1
+        gradient_step(actor_loss, params, actor_optimizer, lr, args)
+        actor_target.follow(actor_optimizer, args.tau)
+        critic_target.follow(critic_optimizer, args.tau)
+        metrics.sums[2] += actor_loss.detach()
+        metrics.counts[2] += 1
 
 
 def count_updates(step, args):
-    """The number of updates in the first steps of a run."""
+    """The number of updates that are due after so many steps of a run."""
     return max(0, math.ceil((step - args.learning_starts) * args.updates_per_step))
 
 
@@ -722,7 +746,7 @@ def evaluate(agent, normalizer, args, video_dir=None):
     envs = VecEnv([make_env(args.env_id, video_dir)], (args.seed, 1))
     episodes = []
     while len(episodes) < args.eval_episodes:
-        _, _, _, ended = envs.step(agent.act(normalizer.observations(envs.obs)))
+        _, _, _, ended = envs.step(agent.act(normalizer.normalize_obs(envs.obs)))
         episodes += ended
     envs.close()
     return report_evaluation(episodes)
@@ -746,6 +770,11 @@ def check(condition, message):
     """Ends the program if the input is not as it must be."""
     if not condition:
         fail(message)
+
+
+def one_line(error):
+    """An error as a part of a sentence."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:150]
 
 
 def read_flags(may_change):
@@ -772,10 +801,10 @@ def read_flags(may_change):
         own = replace(Args(**saved["args"]), resume=args.resume, evaluate=args.evaluate)
         args = tyro.cli(Args, default=own)
         args.folder = Path(old_run)
-        free = ["eval_episodes", "capture_video", "video_interval", *may_change]
+        changeable = ["eval_episodes", "capture_video", "video_interval", *may_change]
         changed = []
         for name, value in asdict(own).items():
-            if getattr(args, name) != value and name not in free:
+            if getattr(args, name) != value and name not in changeable:
                 changed.append(f"{name} = {value}")
         advice = "leave these flags out, or start a new run"
         check(not changed, f"{old_run} was made with {', '.join(changed)}: {advice}")
@@ -798,11 +827,10 @@ def load_checkpoint(folder):
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if saved["script"] != SCRIPT:
             raise ValueError(f"it was made by {saved['script']}")
-        Args(**saved["args"])
+        Args(**saved["args"])  # fails if the flags are others
         return saved
     except Exception as error:  # torch.load raises many kinds
-        reason = " ".join(str(error).split())[:150]
-        fail(f"{path} is missing, damaged, or was not made by this {SCRIPT} ({reason})")
+        fail(f"{path} is missing, damaged, or not of this {SCRIPT} ({one_line(error)})")
 
 
 def write_whole(path, data):
@@ -820,6 +848,7 @@ def report_evaluation(episodes):
     returns = [episode.episode_return for episode in episodes]
     lengths = [episode.length for episode in episodes]
     mean, std = np.mean(returns), np.std(returns)
+    # The progress bar may be on the terminal
     tqdm.write(f"evaluation: {mean:.1f} +- {std:.1f} over {len(returns)} episodes, deterministic")
     return {"returns": returns, "lengths": lengths}
 
@@ -858,8 +887,8 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=self.args.run_name is not None)
         except OSError as error:
             fail(f"can't make {self.folder} ({error.strerror}): choose another --run-name")
-        git = ["sh", "-c", "git describe --always --dirty"]  # says nothing outside a repository
-        git = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
+        describe = ["sh", "-c", "git describe --always --dirty"]  # empty outside a repository
+        git = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
         cuda = self.args.cuda and torch.cuda.is_available()
         versions = {package.name: package.version for package in distributions()}
         config = {
@@ -874,9 +903,10 @@ class Run:
         (self.folder / "config.json").write_text(json.dumps(config, indent=2))
 
     def restore(self, **parts):
-        """Names the run's parts and, if there is a checkpoint, brings them back to it.
+        """Names the run's parts and, if there is a checkpoint, brings them back in this order.
 
-        A part is anything with state_dict() and load_state_dict().
+        A part is anything with state_dict() and load_state_dict(). The networks are one of them,
+        agent.
         """
         self.parts = parts
         if self.saved is None:
@@ -889,8 +919,8 @@ class Run:
             random.setstate(self.saved["random"]["python"])
             np.random.set_state(self.saved["random"]["numpy"])
             torch.set_rng_state(self.saved["random"]["torch"])
-        except Exception as error:  # something is missing, or has another shape or version
-            reason = " ".join(str(error).split())[:150]
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            reason = one_line(error)
             advice = "use the versions in its config.json, or start a new run"
             fail(
                 f"can't load {self.folder}, made by another version or damaged ({reason}): {advice}"
@@ -912,7 +942,7 @@ class Run:
         self.episodes_file = open(self.folder / "episodes.csv", "a")
         if self.episodes_file.tell() == 0:
             self.episodes_file.write("global_step,wall_seconds,env,return,length,ended_by\n")
-        self.start_time = time.time() - self.wall_seconds
+        self.start_time = time.time() - self.wall_seconds  # as if the run had never paused
 
         self.terminal = os.isatty(2)
         self.last_line = time.time()
@@ -921,7 +951,7 @@ class Run:
             initial=self.global_step,
             unit=" steps",
             dynamic_ncols=True,
-            file=sys.stderr if self.terminal else open(os.devnull, "w"),
+            file=sys.stderr if self.terminal else open(os.devnull, "w"),  # then print() shows it
         )
 
     def start_wandb(self):
@@ -977,8 +1007,8 @@ class Run:
     def on_signal(self, signum, frame):
         """Ctrl-C and SIGTERM: the run is saved and ends after this iteration.
 
-        It ends at once in the first iteration, which may compile for minutes, in an evaluation,
-        and after a second Ctrl-C.
+        It ends at once in the first iteration, which may compile for minutes, in the last
+        evaluation, and after a second Ctrl-C.
         """
         if signum == signal.SIGINT and hasattr(sys, "ps1"):  # in the shell of python -i
             raise KeyboardInterrupt
@@ -1005,7 +1035,7 @@ class Run:
             checkpoint["random"] = {
                 "python": random.getstate(),
                 "numpy": (algorithm, keys.tolist(), *rest),
-                "torch": torch.get_rng_state(),
+                "torch": torch.get_rng_state(),  # nothing draws on a GPU
             }
             file = io.BytesIO()
             torch.save(checkpoint, file)
@@ -1047,9 +1077,9 @@ class Run:
         """Ends a run whose learning has diverged, before it is saved."""
         if not all(torch.isfinite(tensor).all() for tensor in tensors):
             fail(
-                f"iteration {self.iteration}: the loss is not finite; {self.folder} keeps the "
-                "last good checkpoint. Try a lower --learning-rate, or look for NaN in the "
-                "environment's rewards and observations",
+                f"iteration {self.iteration}: the loss or a weight is not finite; {self.folder} "
+                "keeps the last good checkpoint. Try a lower --learning-rate, or look for NaN in "
+                "the environment's rewards and observations",
                 code=1,
             )
 
@@ -1089,10 +1119,10 @@ if __name__ == "__main__":
     action_dim = gym.spaces.flatdim(envs.action_space)
     normalizer = Normalizer(envs, args)
     agent = Agent(obs_dim, action_dim, args.hidden_sizes).to(device)
-    actor = FlatAdam(agent.actor, eps=1e-8)
-    critic = FlatAdam(agent.critic, eps=1e-8, weight_decay=args.weight_decay)
-    actor_target = Target(actor)
-    critic_target = Target(critic)
+    actor_optimizer = FlatAdam(agent.actor, eps=1e-8)
+    critic_optimizer = FlatAdam(agent.critic, eps=1e-8, weight_decay=args.weight_decay)
+    actor_target = Target(actor_optimizer)
+    critic_target = Target(critic_optimizer)
     metrics = Metrics().to(device)
     noise = ExplorationNoise((args.num_envs, action_dim), args)
     total_steps = args.num_iterations * args.num_envs
@@ -1112,8 +1142,8 @@ if __name__ == "__main__":
     )
     run.restore(
         agent=agent,
-        actor=actor,
-        critic=critic,
+        actor_optimizer=actor_optimizer,
+        critic_optimizer=critic_optimizer,
         actor_target=actor_target,
         critic_target=critic_target,
         metrics=metrics,
@@ -1122,20 +1152,30 @@ if __name__ == "__main__":
         replay=replay,
         envs=envs,
     )
-    noise.reset([not env.actions for env in envs.envs])  # 0 where an episode starts
+    just_reset = np.array([not env.actions for env in envs.envs])
+    noise.reset(just_reset)  # where an environment could not be brought back
+    normalizer.discounted_returns[just_reset] = 0.0
 
     compiled_update = compile_or_not(update, args, device)
-    learners = (agent, actor, critic, actor_target, critic_target, metrics)
+    learners = (
+        agent,
+        actor_optimizer,
+        critic_optimizer,
+        actor_target,
+        critic_target,
+        metrics,
+    )
     no_rows = torch.zeros(args.batch_size, sum(agent.row_sizes), device=device)
-    for with_actor in sorted({args.policy_frequency == 1, True}):
-        compiled_update(*copy.deepcopy(learners), no_rows, with_actor, args)  # compiles now
+    for with_actor in [True] if args.policy_frequency == 1 else [False, True]:
+        # Compile before the first step, with copies
+        compiled_update(*copy.deepcopy(learners), no_rows, with_actor, args)
 
+    random_steps = args.learning_starts if args.random_steps is None else args.random_steps
     for iteration in run.iterations():
-        random_steps = args.learning_starts if args.random_steps is None else args.random_steps
         if run.global_step < random_steps:
             actions = np.random.uniform(-1.0, 1.0, (args.num_envs, action_dim))
         else:
-            actions = agent.act(normalizer.observations(envs.obs))
+            actions = agent.act(normalizer.normalize_obs(envs.obs))
             progress = iteration / max(args.num_iterations - 1, 1)
             actions = np.clip(actions + noise.sample(progress), -1.0, 1.0)
 
@@ -1159,11 +1199,11 @@ if __name__ == "__main__":
 
         for episode in episodes:
             run.log_episode(run.global_step, episode)
-        if run.global_step % args.eval_interval < args.num_envs:
+        if run.global_step % args.eval_interval < args.num_envs:  # passed a multiple of it
             returns = evaluate(agent, normalizer, args)["returns"]
             run.log({"eval/episodic_return": np.mean(returns)})
         if (iteration + 1) % 100 == 0:
-            run.check_finite(metrics.totals)
+            run.check_finite(metrics.sums)
             run.log({f"losses/{name}": mean for name, mean in metrics.means().items()})
 
     envs.close()

@@ -17,10 +17,10 @@
 # ///
 """PPO with an LSTM, a GRU or a plain RNN, for Atari games, from single frames.
 
-Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the
-details of ppo_atari.py except A6, and l1 to l5 of "The 37 Implementation Details of PPO". The
-update isn't compiled, since the ends of episodes cut it in other places each time. --no-memory is
-the control experiment. To diff against ppo_atari.py, ppo_lstm.py.
+Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347. It has the
+details of ppo_atari.py except A6, numbered as there, and five for recurrent networks, l1 to l5.
+The update is not compiled, because the ends of episodes cut it in other places each time.
+--no-memory is the control experiment. Diff it against ppo_atari.py or ppo_lstm.py.
 
     python ppo_atari_lstm.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 10000000
 """
@@ -76,8 +76,8 @@ class Args:
     save_model: bool = False  # write the final weights to EXPERIMENT.cleanrl_model too
     checkpoint_interval: int = 10  # iterations between checkpoints
     eval_episodes: int = 10  # episodes of the evaluation: deterministic actions, seeds of its own
-    resume: str | None = None  # folder of a run to go on with, exactly; it knows its flags
-    evaluate: str | None = None  # folder of a run whose policy is played; it knows its flags
+    resume: str | None = None  # continue the run in this folder, exactly; its flags come with it
+    evaluate: str | None = None  # play the policy of the run in this folder; its flags come with it
 
     env_id: str = "BreakoutNoFrameskip-v4"  # id of the game: NAMENoFrameskip-v4 or ALE/NAME-v5
     total_timesteps: int = 10000000  # steps of the run, all environments together
@@ -105,7 +105,10 @@ class Args:
 
 
 def parse_args():
-    """Returns the flags, and the checkpoint that --resume or --evaluate starts from, or None."""
+    """Returns the flags, and the checkpoint that --resume or --evaluate starts from, or None.
+
+    To the flags it adds folder, batch_size (steps of a rollout) and num_iterations.
+    """
     args, saved = read_flags(may_change=["checkpoint_interval"])
     check(args.total_timesteps > 0, "--total-timesteps must be above 0")
     check(args.learning_rate > 0, "--learning-rate must be above 0")
@@ -124,8 +127,8 @@ def parse_args():
 
     args.batch_size = args.num_envs * args.num_steps
     args.num_iterations = args.total_timesteps // args.batch_size
-    envs_divide = args.num_envs % args.num_minibatches == 0
-    check(envs_divide, "--num-envs must divide into --num-minibatches")  # l4
+    remainder = args.num_envs % args.num_minibatches
+    check(remainder == 0, "--num-envs must be a multiple of --num-minibatches")  # l4
     minibatch_size = args.batch_size // args.num_minibatches
     check(minibatch_size > 1 or not args.norm_adv, "minibatches of one step need --no-norm-adv")
     check(args.num_iterations > 0, f"--total-timesteps is less than a rollout, {args.batch_size}")
@@ -167,7 +170,8 @@ class MaxAndSkipEnv(gym.Wrapper):
 class RecordVideo(gym.Wrapper):
     """Writes every interval-th episode to folder/episode-N.mp4, frame by frame.
 
-    Gymnasium's own keeps the frames of an episode in memory, a gigabyte for 1,000 of MuJoCo's.
+    Gymnasium's own keeps all frames of an episode in memory: 700 MB for 1,000 steps of HalfCheetah.
+    The file begins with the first step, so that an episode that is never played has none.
     """
 
     def __init__(self, env, folder, interval):
@@ -188,6 +192,7 @@ class RecordVideo(gym.Wrapper):
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"episode-{episode}.mp4"
             fps = self.env.metadata.get("render_fps", 30)
+            # Codecs need even sizes; imageio's default would scale frames to multiples of 16
             self.video = imageio.get_writer(path, fps=fps, macro_block_size=2)
             self.video.append_data(self.env.render())
         self.starting = False
@@ -265,7 +270,7 @@ class ReplayEnv(gym.Wrapper):
 
     Given a seed and actions, an environment always does the same. So it is saved as its last seed
     and the actions since, which are played again to bring it back. It gets a new seed with the
-    first episode that starts more than steps_per_seed steps after the last one.
+    first episode that starts at least steps_per_seed steps after the last seed.
     """
 
     def __init__(self, env, steps_per_seed=1000):
@@ -317,7 +322,7 @@ class ReplayEnv(gym.Wrapper):
 
 
 def make_env(env_id, video_dir=None, video_interval=1):
-    """Makes a game, filmed if there is a video_dir, or ends the program.
+    """Makes a game with its wrappers; with a video_dir it is filmed. Ends the program if it can't.
 
     The wrappers are openai/baselines' (common/atari_wrappers.py). In the v5 games the emulator
     repeats the last action with probability 0.25.
@@ -330,8 +335,8 @@ def make_env(env_id, video_dir=None, video_interval=1):
     gym.register_envs(ale_py)
     try:
         env = gym.make(env_id, frameskip=1, disable_env_checker=True, **options)
-        env.reset(seed=0)
-    except Exception as error:  # environments raise their own
+        env.reset(seed=0)  # rather fail here than later
+    except Exception as error:  # environments raise their own errors
         fail(f"can't make {env_id}: {' '.join(str(error).split())}")
     actions = env.unwrapped.get_action_meanings()
     check(actions[0] == "NOOP", f"{env_id} has no NOOP action (A1)")
@@ -356,12 +361,12 @@ class Episode(NamedTuple):
     env: int
     episode_return: float  # sum of the rewards as they came from the game
     length: int  # steps of four frames, those of resets included
-    ended_by: str  # "termination" or "truncation"
+    ended_by: str  # "termination" (after a lost life, too) or "truncation"
     final_obs: np.ndarray  # the observation, as the agent sees it, that a reset has replaced
 
 
 class VecEnv:
-    """Environments, stepped one after another; obs (num_envs, *obs_shape): where they are now."""
+    """Environments, stepped one after another; obs: the current observations, (num_envs, ...)."""
 
     def __init__(self, envs, seed):
         self.envs = envs
@@ -456,7 +461,9 @@ class Agent(nn.Module):
         self.hidden_size = args.hidden_size
         self.use_memory = args.memory
         self.network = nn.Sequential(
-            layer_init(nn.Conv2d(16, 32, 2)),
+            layer_init(
+                nn.Conv2d(16, 32, 2)
+            ),  # on blocks of 4 x 4 pixels: Conv2d(1, 32, 8, stride=4)
             nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),
             nn.ReLU(),
@@ -484,8 +491,8 @@ class Agent(nn.Module):
 
         begins = [0]
         if dones is not None:
-            after_ends = dones[:, :-1].any(0).nonzero()[:, 0] + 1
-            begins += after_ends.tolist()
+            ended = dones[:, :-1].any(0)  # by step, in any of the n
+            begins += (ended.nonzero()[:, 0] + 1).tolist()
         ends = [*begins[1:], x.shape[1]]
         outputs = []
         for begin, end in zip(begins, ends):
@@ -503,8 +510,7 @@ class Agent(nn.Module):
         """Returns log-probabilities (n, num_steps, actions), values (n, num_steps) and memory."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.amp):
             pixels = obs.flatten(0, 1)[:, None] / 255.0  # A8
-            # The first layer is Conv2d(1, 32, 8, stride=4), which is faster on blocks of 4 x 4
-            blocks = nn.functional.pixel_unshuffle(pixels, 4)
+            blocks = nn.functional.pixel_unshuffle(pixels, 4)  # (n x num_steps, 16, 21, 21)
             hidden = self.network(blocks.contiguous(memory_format=torch.channels_last))
         with torch.autocast(obs.device.type, enabled=False):  # the memory stays float32
             hidden = hidden.to(memory.dtype).view(*obs.shape[:2], -1)
@@ -514,20 +520,21 @@ class Agent(nn.Module):
     def forward(self, obs, actions, memory, dones):
         """Returns logprobs, entropy, values, each (n, num_steps).
 
-        actions: int64 (n, num_steps); memory: here (n, num_states, hidden_size).
+        actions: int64 (n, num_steps); memory: here (n, num_states, hidden_size), since minibatches
+        are made of rows.
         """
         memory = memory.transpose(0, 1).contiguous()
-        logits, values, _ = self.heads(obs, memory, dones)
-        logprobs = logits.gather(2, actions[..., None]).squeeze(2)
-        entropy = -(logits.exp() * logits).sum(2)
+        all_logprobs, values, _ = self.heads(obs, memory, dones)
+        logprobs = all_logprobs.gather(2, actions[..., None]).squeeze(2)
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(2)
         return logprobs, entropy, values
 
     @torch.no_grad()
     def step(self, obs, memory):
-        """heads for one step, with arrays: obs (n, ...) -> logits (n, ...), values (n,), memory."""
+        """Like heads, for one step, on arrays obs (n, ...) and without gradients."""
         obs = torch.from_numpy(obs[:, None]).to(memory.device)
-        logits, values, memory = self.heads(obs, memory)
-        return logits[:, 0].cpu().numpy(), values[:, 0].cpu().numpy(), memory
+        all_logprobs, values, memory = self.heads(obs, memory)
+        return all_logprobs[:, 0].cpu().numpy(), values[:, 0].cpu().numpy(), memory
 
 
 # --------------------------------------------------------------------------------------------------
@@ -542,7 +549,7 @@ def rollout(agent, envs, num_steps, memory):
 
     Returns arrays (num_steps, num_envs, ...): uint8 obs, int64 actions, float32 logprobs, values
     and rewards, bool terminations and truncations; and the games that ended, each with its last
-    step and the memory (num_states, hidden_size) after it. memory.state is replaced, not changed.
+    step and the memory (num_states, hidden_size) after it.
     """
     shape = (num_steps, *envs.obs.shape)
     obs = np.zeros(shape, np.uint8)
@@ -553,13 +560,14 @@ def rollout(agent, envs, num_steps, memory):
     terminations = np.zeros(shape[:2], bool)
     truncations = np.zeros(shape[:2], bool)
     episodes = []
+    # argmax(logits + Gumbel noise) is a sample of softmax(logits)
     gumbel_noise = -torch.empty(*shape[:2], envs.action_space.n).exponential_().log().numpy()
 
     for step in range(num_steps):
         obs[step] = envs.obs
-        logits, values[step], memory.state = agent.step(envs.obs, memory.state)
-        actions[step] = (logits + gumbel_noise[step]).argmax(1)  # a sample of the policy
-        logprobs[step] = np.take_along_axis(logits, actions[step][:, None], 1)[:, 0]
+        all_logprobs, values[step], memory.state = agent.step(envs.obs, memory.state)
+        actions[step] = (all_logprobs + gumbel_noise[step]).argmax(1)
+        logprobs[step] = np.take_along_axis(all_logprobs, actions[step][:, None], 1)[:, 0]
         rewards[step], terminations[step], truncations[step], ended = envs.step(actions[step])
         for episode in ended:
             episodes.append((step, episode, memory.state[:, episode.env].clone()))
@@ -570,11 +578,11 @@ def rollout(agent, envs, num_steps, memory):
 def compute_advantages(rewards, values, next_values, terminations, dones, gamma, gae_lambda):
     """Generalized advantage estimation (G2): https://arxiv.org/abs/1506.02438.
 
-    All arrays (num_steps, num_envs). next_values: of the observation that truly followed each
-    step, before any reset; after a termination they don't count. The sum ends with the episode, at
-    dones.
+    All arrays (num_steps, num_envs), float32 or bool. next_values: of the observation that truly
+    followed each step, before any reset; after a termination they don't count. The sum ends with
+    the episode, at dones.
     """
-    deltas = rewards + gamma * np.where(terminations, np.float32(0), next_values) - values
+    deltas = rewards + gamma * np.where(terminations, 0.0, next_values) - values
     decays = gamma * gae_lambda * ~dones
     advantages = np.zeros_like(deltas)
     last = np.zeros_like(deltas[0])
@@ -594,11 +602,11 @@ def explained_variance(values, returns):
 
 def call(module, params, *inputs):
     """module(*inputs), with its parameters taken from the flat tensor params."""
-    views = {}
+    by_name = {}
     sizes = [parameter.numel() for parameter in module.parameters()]
-    for (name, parameter), view in zip(module.named_parameters(), params.split(sizes)):
-        views[name] = view.view(parameter.shape)
-    return torch.func.functional_call(module, views, inputs)
+    for (name, parameter), chunk in zip(module.named_parameters(), params.split(sizes)):
+        by_name[name] = chunk.view(parameter.shape)
+    return torch.func.functional_call(module, by_name, inputs)
 
 
 def ppo_loss(params, agent, batch, clip_coef, args):
@@ -638,8 +646,8 @@ def ppo_loss(params, agent, batch, clip_coef, args):
 class FlatAdam(nn.Module):
     """Adam on the parameters of a module as one flat tensor, of which they become views.
 
-    One step is then a few large operations, not many small ones for each layer. It is an
-    nn.Module for its state_dict(), which leaves params to the module that they belong to.
+    One step is then a few large operations, not many small ones for each layer. Make it after
+    module.to(device). It is an nn.Module for its state_dict(), which leaves params to the module.
     """
 
     def __init__(self, module, eps, weight_decay=0.0):
@@ -659,7 +667,7 @@ class FlatAdam(nn.Module):
             [grads],
             [self.exp_avg],
             [self.exp_avg_sq],
-            [],
+            [],  # only amsgrad has more
             [self.steps],
             lr=lr,
             eps=self.eps,
@@ -692,13 +700,14 @@ def update_minibatches(optimizer, agent, batch, indices, lr, clip_coef, args):
 
 def update(step_minibatches, optimizer, agent, batch, lr, clip_coef, args):
     """PPO's epochs over a batch, by update_minibatches, compiled or not; returns mean METRICS."""
-    rows = 2 - args.num_minibatches % 2  # in a call: two run faster than one, four compile too long
+    # Two minibatches in one compiled call run faster than one, four take too long to compile
+    per_call = 2 if args.num_minibatches % 2 == 0 else 1
     epochs = []
     for _ in range(args.update_epochs):
         indices = torch.randperm(len(batch["obs"])).view(args.num_minibatches, -1)  # G7
         indices = indices.to(optimizer.params.device)
         sums = []
-        for minibatches in indices.split(rows):
+        for minibatches in indices.split(per_call):
             sums.append(step_minibatches(optimizer, agent, batch, minibatches, lr, clip_coef, args))
         epochs.append(torch.stack(sums).sum(0) / args.num_minibatches)
         approx_kl = epochs[-1][METRICS.index("approx_kl")]
@@ -715,8 +724,8 @@ def evaluate(agent, args, video_dir=None):
     memory = Memory(agent, num_envs=1)
     episodes = []
     while len(episodes) < args.eval_episodes:
-        logits, _, memory.state = agent.step(envs.obs, memory.state)
-        _, terminations, truncations, ended = envs.step(logits.argmax(1))
+        all_logprobs, _, memory.state = agent.step(envs.obs, memory.state)
+        _, terminations, truncations, ended = envs.step(all_logprobs.argmax(1))
         memory.state[:, terminations | truncations] = 0.0  # l3
         episodes += ended
     envs.close()
@@ -743,6 +752,11 @@ def check(condition, message):
         fail(message)
 
 
+def one_line(error):
+    """An error as a part of a sentence."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:150]
+
+
 def read_flags(may_change):
     """Reads the command line; returns the flags, and the checkpoint of an old run or None.
 
@@ -767,10 +781,10 @@ def read_flags(may_change):
         own = replace(Args(**saved["args"]), resume=args.resume, evaluate=args.evaluate)
         args = tyro.cli(Args, default=own)
         args.folder = Path(old_run)
-        free = ["eval_episodes", "capture_video", "video_interval", *may_change]
+        changeable = ["eval_episodes", "capture_video", "video_interval", *may_change]
         changed = []
         for name, value in asdict(own).items():
-            if getattr(args, name) != value and name not in free:
+            if getattr(args, name) != value and name not in changeable:
                 changed.append(f"{name} = {value}")
         advice = "leave these flags out, or start a new run"
         check(not changed, f"{old_run} was made with {', '.join(changed)}: {advice}")
@@ -793,11 +807,10 @@ def load_checkpoint(folder):
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if saved["script"] != SCRIPT:
             raise ValueError(f"it was made by {saved['script']}")
-        Args(**saved["args"])
+        Args(**saved["args"])  # fails if the flags are others
         return saved
     except Exception as error:  # torch.load raises many kinds
-        reason = " ".join(str(error).split())[:150]
-        fail(f"{path} is missing, damaged, or was not made by this {SCRIPT} ({reason})")
+        fail(f"{path} is missing, damaged, or not of this {SCRIPT} ({one_line(error)})")
 
 
 def write_whole(path, data):
@@ -815,6 +828,7 @@ def report_evaluation(episodes):
     returns = [episode.episode_return for episode in episodes]
     lengths = [episode.length for episode in episodes]
     mean, std = np.mean(returns), np.std(returns)
+    # The progress bar may be on the terminal
     tqdm.write(f"evaluation: {mean:.1f} +- {std:.1f} over {len(returns)} episodes, deterministic")
     return {"returns": returns, "lengths": lengths}
 
@@ -853,8 +867,8 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=self.args.run_name is not None)
         except OSError as error:
             fail(f"can't make {self.folder} ({error.strerror}): choose another --run-name")
-        git = ["sh", "-c", "git describe --always --dirty"]  # says nothing outside a repository
-        git = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
+        describe = ["sh", "-c", "git describe --always --dirty"]  # empty outside a repository
+        git = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
         cuda = self.args.cuda and torch.cuda.is_available()
         versions = {package.name: package.version for package in distributions()}
         config = {
@@ -869,9 +883,10 @@ class Run:
         (self.folder / "config.json").write_text(json.dumps(config, indent=2))
 
     def restore(self, **parts):
-        """Names the run's parts and, if there is a checkpoint, brings them back to it.
+        """Names the run's parts and, if there is a checkpoint, brings them back in this order.
 
-        A part is anything with state_dict() and load_state_dict().
+        A part is anything with state_dict() and load_state_dict(). The networks are one of them,
+        agent.
         """
         self.parts = parts
         if self.saved is None:
@@ -884,8 +899,8 @@ class Run:
             random.setstate(self.saved["random"]["python"])
             np.random.set_state(self.saved["random"]["numpy"])
             torch.set_rng_state(self.saved["random"]["torch"])
-        except Exception as error:  # something is missing, or has another shape or version
-            reason = " ".join(str(error).split())[:150]
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            reason = one_line(error)
             advice = "use the versions in its config.json, or start a new run"
             fail(
                 f"can't load {self.folder}, made by another version or damaged ({reason}): {advice}"
@@ -907,7 +922,7 @@ class Run:
         self.episodes_file = open(self.folder / "episodes.csv", "a")
         if self.episodes_file.tell() == 0:
             self.episodes_file.write("global_step,wall_seconds,env,return,length,ended_by\n")
-        self.start_time = time.time() - self.wall_seconds
+        self.start_time = time.time() - self.wall_seconds  # as if the run had never paused
 
         self.terminal = os.isatty(2)
         self.last_line = time.time()
@@ -916,7 +931,7 @@ class Run:
             initial=self.global_step,
             unit=" steps",
             dynamic_ncols=True,
-            file=sys.stderr if self.terminal else open(os.devnull, "w"),
+            file=sys.stderr if self.terminal else open(os.devnull, "w"),  # then print() shows it
         )
 
     def start_wandb(self):
@@ -972,8 +987,8 @@ class Run:
     def on_signal(self, signum, frame):
         """Ctrl-C and SIGTERM: the run is saved and ends after this iteration.
 
-        It ends at once in the first iteration, which may compile for minutes, in an evaluation,
-        and after a second Ctrl-C.
+        It ends at once in the first iteration, which may compile for minutes, in the last
+        evaluation, and after a second Ctrl-C.
         """
         if signum == signal.SIGINT and hasattr(sys, "ps1"):  # in the shell of python -i
             raise KeyboardInterrupt
@@ -1000,7 +1015,7 @@ class Run:
             checkpoint["random"] = {
                 "python": random.getstate(),
                 "numpy": (algorithm, keys.tolist(), *rest),
-                "torch": torch.get_rng_state(),
+                "torch": torch.get_rng_state(),  # nothing draws on a GPU
             }
             file = io.BytesIO()
             torch.save(checkpoint, file)
@@ -1042,9 +1057,9 @@ class Run:
         """Ends a run whose learning has diverged, before it is saved."""
         if not all(torch.isfinite(tensor).all() for tensor in tensors):
             fail(
-                f"iteration {self.iteration}: the loss is not finite; {self.folder} keeps the "
-                "last good checkpoint. Try a lower --learning-rate, or look for NaN in the "
-                "environment's rewards and observations",
+                f"iteration {self.iteration}: the loss or a weight is not finite; {self.folder} "
+                "keeps the last good checkpoint. Try a lower --learning-rate, or look for NaN in "
+                "the environment's rewards and observations",
                 code=1,
             )
 
@@ -1089,8 +1104,8 @@ if __name__ == "__main__":
         evaluate(agent, args, video_dir)
         sys.exit()
     run.restore(agent=agent, optimizer=optimizer, memory=memory, envs=envs)
-    starting = torch.tensor([not env.actions for env in envs.envs])
-    memory.state[:, starting] = 0.0  # where an environment could not be brought back
+    just_reset = torch.tensor([not env.actions for env in envs.envs])
+    memory.state[:, just_reset] = 0.0  # where an environment could not be brought back
 
     for iteration in run.iterations():
         remaining = 1.0 - iteration / args.num_iterations
@@ -1099,7 +1114,7 @@ if __name__ == "__main__":
         lr = torch.tensor(lr, device=device)
         clip_coef = torch.tensor(clip_coef, device=device)
 
-        start_memory = memory.state  # kept for the update (l5)
+        start_memory = memory.state.clone()  # kept for the update (l5)
         # With one autocast around the rollout, the weights are converted to bfloat16 only once
         with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
             obs, actions, logprobs, values, rewards, terminations, truncations, episodes = rollout(
@@ -1115,18 +1130,20 @@ if __name__ == "__main__":
             "dones": torch.from_numpy(terminations | truncations).transpose(0, 1).to(device),
             "memory": start_memory.transpose(0, 1),
         }
-        final_obs = np.stack([*envs.obs, *(episode.final_obs for _, episode, _ in episodes)])
-        final_memory = [*memory.state.unbind(1), *(state for _, _, state in episodes)]
-        _, final_values, _ = agent.step(final_obs, torch.stack(final_memory, 1))
+        bootstrap_obs = np.stack([*envs.obs, *(episode.final_obs for _, episode, _ in episodes)])
+        bootstrap_memory = [*memory.state.unbind(1), *(state for _, _, state in episodes)]
+        _, bootstrap_values, _ = agent.step(bootstrap_obs, torch.stack(bootstrap_memory, 1))
 
         # A step's next value is the next step's, except at the rollout's and at an episode's end
-        next_values = np.concatenate((values[1:], final_values[None, : args.num_envs]))
-        for (step, episode, _), final_value in zip(episodes, final_values[args.num_envs :]):
+        last_values, final_values = np.split(bootstrap_values, [args.num_envs])
+        next_values = np.concatenate((values[1:], last_values[None]))
+        for (step, episode, _), final_value in zip(episodes, final_values):
             next_values[step, episode.env] = final_value
         dones = terminations | truncations
-        ends = terminations if args.bootstrap_truncated else dones
+        if not args.bootstrap_truncated:
+            terminations = dones
         advantages = compute_advantages(
-            rewards, values, next_values, ends, dones, args.gamma, args.gae_lambda
+            rewards, values, next_values, terminations, dones, args.gamma, args.gae_lambda
         )
         returns = advantages + values
         batch["advantages"] = torch.tensor(advantages.T, device=device)

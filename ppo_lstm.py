@@ -18,10 +18,10 @@
 # ///
 """PPO with an LSTM, a GRU or a plain RNN, for discrete actions and vector observations.
 
-Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the
-details of ppo.py, and l1 to l5 of "The 37 Implementation Details of PPO". The update isn't
-compiled, since the ends of episodes cut it in other places each time. --no-memory is the control
-experiment. To diff against ppo.py, ppo_atari_lstm.py.
+Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347. It has the
+details of ppo.py, numbered as there, and five for recurrent networks, l1 to l5. The update is not
+compiled, because the ends of episodes cut it in other places each time. --no-memory is the control
+experiment. Diff it against ppo.py or ppo_atari_lstm.py.
 
     python ppo_lstm.py --env-id CartPole-v1 --total-timesteps 500000
 """
@@ -74,8 +74,8 @@ class Args:
     save_model: bool = False  # write the final weights to EXPERIMENT.cleanrl_model too
     checkpoint_interval: int = 10  # iterations between checkpoints
     eval_episodes: int = 10  # episodes of the evaluation: deterministic actions, seeds of its own
-    resume: str | None = None  # folder of a run to go on with, exactly; it knows its flags
-    evaluate: str | None = None  # folder of a run whose policy is played; it knows its flags
+    resume: str | None = None  # continue the run in this folder, exactly; its flags come with it
+    evaluate: str | None = None  # play the policy of the run in this folder; its flags come with it
 
     env_id: str = "CartPole-v1"  # id of the Gymnasium environment
     total_timesteps: int = 500000  # steps of the run, all environments together
@@ -102,7 +102,10 @@ class Args:
 
 
 def parse_args():
-    """Returns the flags, and the checkpoint that --resume or --evaluate starts from, or None."""
+    """Returns the flags, and the checkpoint that --resume or --evaluate starts from, or None.
+
+    To the flags it adds folder, batch_size (steps of a rollout) and num_iterations.
+    """
     args, saved = read_flags(may_change=["checkpoint_interval"])
     check(args.total_timesteps > 0, "--total-timesteps must be above 0")
     check(args.learning_rate > 0, "--learning-rate must be above 0")
@@ -121,8 +124,8 @@ def parse_args():
 
     args.batch_size = args.num_envs * args.num_steps
     args.num_iterations = args.total_timesteps // args.batch_size
-    envs_divide = args.num_envs % args.num_minibatches == 0
-    check(envs_divide, "--num-envs must divide into --num-minibatches")  # l4
+    remainder = args.num_envs % args.num_minibatches
+    check(remainder == 0, "--num-envs must be a multiple of --num-minibatches")  # l4
     minibatch_size = args.batch_size // args.num_minibatches
     check(minibatch_size > 1 or not args.norm_adv, "minibatches of one step need --no-norm-adv")
     check(args.num_iterations > 0, f"--total-timesteps is less than a rollout, {args.batch_size}")
@@ -135,11 +138,11 @@ def parse_args():
 
 
 class ActionMask(gym.Wrapper):
-    """Puts a mask behind an observation, (obs_dim,): 1 for what may be done, 0 for the rest.
+    """Appends the action mask to an observation: 1 for what is allowed, 0 for the rest.
 
     An action has len(nvec) parts; part k is from 0 to nvec[k] - 1 and has nvec[k] places in the
-    mask, which is info["action_mask"]. Without it, all may be done. Observations are float32
-    (obs_dim + sum(nvec),).
+    mask, which is info["action_mask"]. Without one, everything is allowed. Observations are
+    float32 (obs_dim + sum(nvec),).
     """
 
     def __init__(self, env):
@@ -158,7 +161,7 @@ class ActionMask(gym.Wrapper):
         row = np.ones(len(obs) + self.mask_size, np.float32)
         row[: len(obs)] = obs
         if self.mask is not None:
-            self.mask = np.hstack(self.mask)
+            self.mask = np.hstack(self.mask)  # from a tuple of masks, if there are several parts
             if self.mask.shape != (self.mask_size,):
                 fail(f"an action_mask is {self.mask.shape}, not ({self.mask_size},)", code=1)
             row[len(obs) :] = self.mask
@@ -169,17 +172,20 @@ class ActionMask(gym.Wrapper):
         return self.add_mask(obs, info), info
 
     def step(self, action):
+        # The policy takes a masked action only if all are masked
         if self.mask is not None and not (self.mask[self.first_place + action] > 0).all():
             fail("an action_mask allows no action: fix the environment", code=1)
         action = (action + self.first_action).reshape(self.action_shape)
-        obs, reward, terminated, truncated, info = self.env.step(action[()])
+        action = action[()]  # for Discrete: a number
+        obs, reward, terminated, truncated, info = self.env.step(action)
         return self.add_mask(obs, info), reward, terminated, truncated, info
 
 
 class RecordVideo(gym.Wrapper):
     """Writes every interval-th episode to folder/episode-N.mp4, frame by frame.
 
-    Gymnasium's own keeps the frames of an episode in memory, a gigabyte for 1,000 of MuJoCo's.
+    Gymnasium's own keeps all frames of an episode in memory: 700 MB for 1,000 steps of HalfCheetah.
+    The file begins with the first step, so that an episode that is never played has none.
     """
 
     def __init__(self, env, folder, interval):
@@ -200,6 +206,7 @@ class RecordVideo(gym.Wrapper):
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"episode-{episode}.mp4"
             fps = self.env.metadata.get("render_fps", 30)
+            # Codecs need even sizes; imageio's default would scale frames to multiples of 16
             self.video = imageio.get_writer(path, fps=fps, macro_block_size=2)
             self.video.append_data(self.env.render())
         self.starting = False
@@ -227,7 +234,7 @@ class ReplayEnv(gym.Wrapper):
 
     Given a seed and actions, an environment always does the same. So it is saved as its last seed
     and the actions since, which are played again to bring it back. It gets a new seed with the
-    first episode that starts more than steps_per_seed steps after the last one.
+    first episode that starts at least steps_per_seed steps after the last seed.
     """
 
     def __init__(self, env, steps_per_seed=1000):
@@ -279,7 +286,10 @@ class ReplayEnv(gym.Wrapper):
 
 
 def make_env(env_id, video_dir=None, video_interval=1):
-    """Makes an environment, filmed if there is a video_dir, or ends the program."""
+    """Makes an environment with its wrappers; with a video_dir it is filmed.
+
+    Ends the program if the environment can't be made or has other spaces than this script needs.
+    """
     options = {}
     if video_dir:
         options["render_mode"] = "rgb_array"
@@ -287,23 +297,24 @@ def make_env(env_id, video_dir=None, video_interval=1):
             os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
     try:
         env = gym.make(env_id, disable_env_checker=True, **options)
-        env.reset(seed=0)
+        env.reset(seed=0)  # rather fail here than later
         if video_dir:
             env.render()
-    except Exception as error:  # environments and renderers raise their own
+    except Exception as error:  # environments and renderers raise their own errors
         fail(f"can't make {env_id}: {' '.join(str(error).split())}")
 
     space = env.action_space
     fits = isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete)
     check(fits, f"{env_id} has the action space {space}, but this script needs a discrete one")
-    space = env.observation_space
-    fits = space.is_np_flattenable
-    check(fits, f"{env_id} has the observation space {space}, but this script needs a fixed size")
+    obs_space = env.observation_space
+    fits = obs_space.is_np_flattenable
+    advice = "but this script needs one of fixed size"
+    check(fits, f"{env_id} has the observation space {obs_space}, {advice}")
 
     env = gym.wrappers.RecordEpisodeStatistics(env)
     if video_dir:
         env = RecordVideo(env, video_dir, video_interval)
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     env = ActionMask(env)
     return ReplayEnv(env)
@@ -320,7 +331,7 @@ class Episode(NamedTuple):
 
 
 class VecEnv:
-    """Environments, stepped one after another; obs (num_envs, *obs_shape): where they are now."""
+    """Environments, stepped one after another; obs: the current observations, (num_envs, ...)."""
 
     def __init__(self, envs, seed):
         self.envs = envs
@@ -441,8 +452,8 @@ class Agent(nn.Module):
 
         begins = [0]
         if dones is not None:
-            after_ends = dones[:, :-1].any(0).nonzero()[:, 0] + 1
-            begins += after_ends.tolist()
+            ended = dones[:, :-1].any(0)  # by step, in any of the n
+            begins += (ended.nonzero()[:, 0] + 1).tolist()
         ends = [*begins[1:], x.shape[1]]
         outputs = []
         for begin, end in zip(begins, ends):
@@ -471,24 +482,25 @@ class Agent(nn.Module):
     def forward(self, obs, actions, memory, dones):
         """Returns logprobs, entropy, values, each (n, num_steps).
 
-        actions: int64 (n, num_steps, len(nvec)); memory: here (n, num_states, hidden_size).
+        actions: int64 (n, num_steps, len(nvec)); memory: here (n, num_states, hidden_size), since
+        minibatches are made of rows.
         """
         memory = memory.transpose(0, 1).contiguous()
-        logits, values, _ = self.heads(obs, memory, dones)
+        all_logprobs, values, _ = self.heads(obs, memory, dones)
         logprobs = 0.0
-        for part, action in zip(logits.split(self.nvec, 2), actions.split(1, 2)):
+        for part, action in zip(all_logprobs.split(self.nvec, 2), actions.split(1, 2)):
             logprobs = logprobs + part.gather(2, action).squeeze(2)
-        entropy = -(logits.exp() * logits).sum(2)
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(2)
         return logprobs, entropy, values
 
     @torch.no_grad()
     def step(self, obs, memory):
-        """heads for one step, with arrays: obs (n, ...) -> logits (n, ...), values (n,), memory."""
+        """Like heads, for one step, on arrays obs (n, ...) and without gradients."""
         obs = torch.from_numpy(obs[:, None]).to(memory.device)
-        logits, values, memory = self.heads(obs, memory)
-        return logits[:, 0].cpu().numpy(), values[:, 0].cpu().numpy(), memory
+        all_logprobs, values, memory = self.heads(obs, memory)
+        return all_logprobs[:, 0].cpu().numpy(), values[:, 0].cpu().numpy(), memory
 
-    def best_actions(self, scores):
+    def argmax_parts(self, scores):
         """Arrays: scores (n, sum(nvec)) -> the largest of each part, int64 (n, len(nvec))."""
         actions = np.zeros((len(scores), len(self.nvec)), np.int64)
         begin = 0
@@ -497,10 +509,10 @@ class Agent(nn.Module):
             begin += n
         return actions
 
-    def logprobs(self, logits, actions):
+    def logprobs(self, all_logprobs, actions):
         """Arrays: log-probabilities (n, sum(nvec)), actions (n, len(nvec)) -> theirs, (n,)."""
         first_place = np.cumsum(self.nvec) - self.nvec
-        return np.take_along_axis(logits, first_place + actions, 1).sum(1)
+        return np.take_along_axis(all_logprobs, first_place + actions, 1).sum(1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -515,7 +527,7 @@ def rollout(agent, envs, num_steps, memory):
 
     Returns arrays (num_steps, num_envs, ...): float32 obs, int64 actions, float32 logprobs, values
     and rewards, bool terminations and truncations; and the episodes that ended, each with its last
-    step and the memory (num_states, hidden_size) after it. memory.state is replaced, not changed.
+    step and the memory (num_states, hidden_size) after it.
     """
     shape = (num_steps, *envs.obs.shape)
     obs = np.zeros(shape, np.float32)
@@ -526,14 +538,15 @@ def rollout(agent, envs, num_steps, memory):
     terminations = np.zeros(shape[:2], bool)
     truncations = np.zeros(shape[:2], bool)
     episodes = []
+    # argmax(logits + Gumbel noise) is a sample of softmax(logits)
     gumbel_noise = -torch.empty(*shape[:2], sum(agent.nvec)).exponential_().log().numpy()
 
     for step in range(num_steps):
         obs[step] = envs.obs
-        logits, values[step], memory.state = agent.step(envs.obs, memory.state)
-        scores = logits + gumbel_noise[step]
-        actions[step] = agent.best_actions(scores)  # with this noise: a sample of the policy
-        logprobs[step] = agent.logprobs(logits, actions[step])
+        all_logprobs, values[step], memory.state = agent.step(envs.obs, memory.state)
+        scores = all_logprobs + gumbel_noise[step]
+        actions[step] = agent.argmax_parts(scores)
+        logprobs[step] = agent.logprobs(all_logprobs, actions[step])
         rewards[step], terminations[step], truncations[step], ended = envs.step(actions[step])
         for episode in ended:
             episodes.append((step, episode, memory.state[:, episode.env].clone()))
@@ -544,11 +557,11 @@ def rollout(agent, envs, num_steps, memory):
 def compute_advantages(rewards, values, next_values, terminations, dones, gamma, gae_lambda):
     """Generalized advantage estimation (G2): https://arxiv.org/abs/1506.02438.
 
-    All arrays (num_steps, num_envs). next_values: of the observation that truly followed each
-    step, before any reset; after a termination they don't count. The sum ends with the episode, at
-    dones.
+    All arrays (num_steps, num_envs), float32 or bool. next_values: of the observation that truly
+    followed each step, before any reset; after a termination they don't count. The sum ends with
+    the episode, at dones.
     """
-    deltas = rewards + gamma * np.where(terminations, np.float32(0), next_values) - values
+    deltas = rewards + gamma * np.where(terminations, 0.0, next_values) - values
     decays = gamma * gae_lambda * ~dones
     advantages = np.zeros_like(deltas)
     last = np.zeros_like(deltas[0])
@@ -568,11 +581,11 @@ def explained_variance(values, returns):
 
 def call(module, params, *inputs):
     """module(*inputs), with its parameters taken from the flat tensor params."""
-    views = {}
+    by_name = {}
     sizes = [parameter.numel() for parameter in module.parameters()]
-    for (name, parameter), view in zip(module.named_parameters(), params.split(sizes)):
-        views[name] = view.view(parameter.shape)
-    return torch.func.functional_call(module, views, inputs)
+    for (name, parameter), chunk in zip(module.named_parameters(), params.split(sizes)):
+        by_name[name] = chunk.view(parameter.shape)
+    return torch.func.functional_call(module, by_name, inputs)
 
 
 def ppo_loss(params, agent, batch, clip_coef, args):
@@ -612,8 +625,8 @@ def ppo_loss(params, agent, batch, clip_coef, args):
 class FlatAdam(nn.Module):
     """Adam on the parameters of a module as one flat tensor, of which they become views.
 
-    One step is then a few large operations, not many small ones for each layer. It is an
-    nn.Module for its state_dict(), which leaves params to the module that they belong to.
+    One step is then a few large operations, not many small ones for each layer. Make it after
+    module.to(device). It is an nn.Module for its state_dict(), which leaves params to the module.
     """
 
     def __init__(self, module, eps, weight_decay=0.0):
@@ -633,7 +646,7 @@ class FlatAdam(nn.Module):
             [grads],
             [self.exp_avg],
             [self.exp_avg_sq],
-            [],
+            [],  # only amsgrad has more
             [self.steps],
             lr=lr,
             eps=self.eps,
@@ -666,13 +679,14 @@ def update_minibatches(optimizer, agent, batch, indices, lr, clip_coef, args):
 
 def update(step_minibatches, optimizer, agent, batch, lr, clip_coef, args):
     """PPO's epochs over a batch, by update_minibatches, compiled or not; returns mean METRICS."""
-    rows = 2 - args.num_minibatches % 2  # in a call: two run faster than one, four compile too long
+    # Two minibatches in one compiled call run faster than one, four take too long to compile
+    per_call = 2 if args.num_minibatches % 2 == 0 else 1
     epochs = []
     for _ in range(args.update_epochs):
         indices = torch.randperm(len(batch["obs"])).view(args.num_minibatches, -1)  # G7
         indices = indices.to(optimizer.params.device)
         sums = []
-        for minibatches in indices.split(rows):
+        for minibatches in indices.split(per_call):
             sums.append(step_minibatches(optimizer, agent, batch, minibatches, lr, clip_coef, args))
         epochs.append(torch.stack(sums).sum(0) / args.num_minibatches)
         approx_kl = epochs[-1][METRICS.index("approx_kl")]
@@ -689,8 +703,8 @@ def evaluate(agent, args, video_dir=None):
     memory = Memory(agent, num_envs=1)
     episodes = []
     while len(episodes) < args.eval_episodes:
-        logits, _, memory.state = agent.step(envs.obs, memory.state)
-        actions = agent.best_actions(logits)
+        all_logprobs, _, memory.state = agent.step(envs.obs, memory.state)
+        actions = agent.argmax_parts(all_logprobs)
         _, terminations, truncations, ended = envs.step(actions)
         memory.state[:, terminations | truncations] = 0.0  # l3
         episodes += ended
@@ -718,6 +732,11 @@ def check(condition, message):
         fail(message)
 
 
+def one_line(error):
+    """An error as a part of a sentence."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:150]
+
+
 def read_flags(may_change):
     """Reads the command line; returns the flags, and the checkpoint of an old run or None.
 
@@ -742,10 +761,10 @@ def read_flags(may_change):
         own = replace(Args(**saved["args"]), resume=args.resume, evaluate=args.evaluate)
         args = tyro.cli(Args, default=own)
         args.folder = Path(old_run)
-        free = ["eval_episodes", "capture_video", "video_interval", *may_change]
+        changeable = ["eval_episodes", "capture_video", "video_interval", *may_change]
         changed = []
         for name, value in asdict(own).items():
-            if getattr(args, name) != value and name not in free:
+            if getattr(args, name) != value and name not in changeable:
                 changed.append(f"{name} = {value}")
         advice = "leave these flags out, or start a new run"
         check(not changed, f"{old_run} was made with {', '.join(changed)}: {advice}")
@@ -768,11 +787,10 @@ def load_checkpoint(folder):
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if saved["script"] != SCRIPT:
             raise ValueError(f"it was made by {saved['script']}")
-        Args(**saved["args"])
+        Args(**saved["args"])  # fails if the flags are others
         return saved
     except Exception as error:  # torch.load raises many kinds
-        reason = " ".join(str(error).split())[:150]
-        fail(f"{path} is missing, damaged, or was not made by this {SCRIPT} ({reason})")
+        fail(f"{path} is missing, damaged, or not of this {SCRIPT} ({one_line(error)})")
 
 
 def write_whole(path, data):
@@ -790,6 +808,7 @@ def report_evaluation(episodes):
     returns = [episode.episode_return for episode in episodes]
     lengths = [episode.length for episode in episodes]
     mean, std = np.mean(returns), np.std(returns)
+    # The progress bar may be on the terminal
     tqdm.write(f"evaluation: {mean:.1f} +- {std:.1f} over {len(returns)} episodes, deterministic")
     return {"returns": returns, "lengths": lengths}
 
@@ -828,8 +847,8 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=self.args.run_name is not None)
         except OSError as error:
             fail(f"can't make {self.folder} ({error.strerror}): choose another --run-name")
-        git = ["sh", "-c", "git describe --always --dirty"]  # says nothing outside a repository
-        git = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
+        describe = ["sh", "-c", "git describe --always --dirty"]  # empty outside a repository
+        git = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
         cuda = self.args.cuda and torch.cuda.is_available()
         versions = {package.name: package.version for package in distributions()}
         config = {
@@ -844,9 +863,10 @@ class Run:
         (self.folder / "config.json").write_text(json.dumps(config, indent=2))
 
     def restore(self, **parts):
-        """Names the run's parts and, if there is a checkpoint, brings them back to it.
+        """Names the run's parts and, if there is a checkpoint, brings them back in this order.
 
-        A part is anything with state_dict() and load_state_dict().
+        A part is anything with state_dict() and load_state_dict(). The networks are one of them,
+        agent.
         """
         self.parts = parts
         if self.saved is None:
@@ -859,8 +879,8 @@ class Run:
             random.setstate(self.saved["random"]["python"])
             np.random.set_state(self.saved["random"]["numpy"])
             torch.set_rng_state(self.saved["random"]["torch"])
-        except Exception as error:  # something is missing, or has another shape or version
-            reason = " ".join(str(error).split())[:150]
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            reason = one_line(error)
             advice = "use the versions in its config.json, or start a new run"
             fail(
                 f"can't load {self.folder}, made by another version or damaged ({reason}): {advice}"
@@ -882,7 +902,7 @@ class Run:
         self.episodes_file = open(self.folder / "episodes.csv", "a")
         if self.episodes_file.tell() == 0:
             self.episodes_file.write("global_step,wall_seconds,env,return,length,ended_by\n")
-        self.start_time = time.time() - self.wall_seconds
+        self.start_time = time.time() - self.wall_seconds  # as if the run had never paused
 
         self.terminal = os.isatty(2)
         self.last_line = time.time()
@@ -891,7 +911,7 @@ class Run:
             initial=self.global_step,
             unit=" steps",
             dynamic_ncols=True,
-            file=sys.stderr if self.terminal else open(os.devnull, "w"),
+            file=sys.stderr if self.terminal else open(os.devnull, "w"),  # then print() shows it
         )
 
     def start_wandb(self):
@@ -947,8 +967,8 @@ class Run:
     def on_signal(self, signum, frame):
         """Ctrl-C and SIGTERM: the run is saved and ends after this iteration.
 
-        It ends at once in the first iteration, which may compile for minutes, in an evaluation,
-        and after a second Ctrl-C.
+        It ends at once in the first iteration, which may compile for minutes, in the last
+        evaluation, and after a second Ctrl-C.
         """
         if signum == signal.SIGINT and hasattr(sys, "ps1"):  # in the shell of python -i
             raise KeyboardInterrupt
@@ -975,7 +995,7 @@ class Run:
             checkpoint["random"] = {
                 "python": random.getstate(),
                 "numpy": (algorithm, keys.tolist(), *rest),
-                "torch": torch.get_rng_state(),
+                "torch": torch.get_rng_state(),  # nothing draws on a GPU
             }
             file = io.BytesIO()
             torch.save(checkpoint, file)
@@ -1017,9 +1037,9 @@ class Run:
         """Ends a run whose learning has diverged, before it is saved."""
         if not all(torch.isfinite(tensor).all() for tensor in tensors):
             fail(
-                f"iteration {self.iteration}: the loss is not finite; {self.folder} keeps the "
-                "last good checkpoint. Try a lower --learning-rate, or look for NaN in the "
-                "environment's rewards and observations",
+                f"iteration {self.iteration}: the loss or a weight is not finite; {self.folder} "
+                "keeps the last good checkpoint. Try a lower --learning-rate, or look for NaN in "
+                "the environment's rewards and observations",
                 code=1,
             )
 
@@ -1063,8 +1083,8 @@ if __name__ == "__main__":
         evaluate(agent, args, video_dir)
         sys.exit()
     run.restore(agent=agent, optimizer=optimizer, memory=memory, envs=envs)
-    starting = torch.tensor([not env.actions for env in envs.envs])
-    memory.state[:, starting] = 0.0  # where an environment could not be brought back
+    just_reset = torch.tensor([not env.actions for env in envs.envs])
+    memory.state[:, just_reset] = 0.0  # where an environment could not be brought back
 
     for iteration in run.iterations():
         remaining = 1.0 - iteration / args.num_iterations
@@ -1073,7 +1093,7 @@ if __name__ == "__main__":
         lr = torch.tensor(lr, device=device)
         clip_coef = torch.tensor(clip_coef, device=device)
 
-        start_memory = memory.state  # kept for the update (l5)
+        start_memory = memory.state.clone()  # kept for the update (l5)
         obs, actions, logprobs, values, rewards, terminations, truncations, episodes = rollout(
             agent, envs, args.num_steps, memory
         )
@@ -1087,18 +1107,20 @@ if __name__ == "__main__":
             "dones": torch.from_numpy(terminations | truncations).transpose(0, 1).to(device),
             "memory": start_memory.transpose(0, 1),
         }
-        final_obs = np.stack([*envs.obs, *(episode.final_obs for _, episode, _ in episodes)])
-        final_memory = [*memory.state.unbind(1), *(state for _, _, state in episodes)]
-        _, final_values, _ = agent.step(final_obs, torch.stack(final_memory, 1))
+        bootstrap_obs = np.stack([*envs.obs, *(episode.final_obs for _, episode, _ in episodes)])
+        bootstrap_memory = [*memory.state.unbind(1), *(state for _, _, state in episodes)]
+        _, bootstrap_values, _ = agent.step(bootstrap_obs, torch.stack(bootstrap_memory, 1))
 
         # A step's next value is the next step's, except at the rollout's and at an episode's end
-        next_values = np.concatenate((values[1:], final_values[None, : args.num_envs]))
-        for (step, episode, _), final_value in zip(episodes, final_values[args.num_envs :]):
+        last_values, final_values = np.split(bootstrap_values, [args.num_envs])
+        next_values = np.concatenate((values[1:], last_values[None]))
+        for (step, episode, _), final_value in zip(episodes, final_values):
             next_values[step, episode.env] = final_value
         dones = terminations | truncations
-        ends = terminations if args.bootstrap_truncated else dones
+        if not args.bootstrap_truncated:
+            terminations = dones
         advantages = compute_advantages(
-            rewards, values, next_values, ends, dones, args.gamma, args.gae_lambda
+            rewards, values, next_values, terminations, dones, args.gamma, args.gae_lambda
         )
         returns = advantages + values
         batch["advantages"] = torch.tensor(advantages.T, device=device)

@@ -21,14 +21,14 @@
 Policy Gradient Methods for Reinforcement Learning with Function Approximation, Sutton et al. 1999,
 and Simple Statistical Gradient-Following Algorithms, Williams 1992. Each environment plays whole
 episodes. Each action is weighted with the rewards to go, less a learned baseline (--baseline none:
-without one). An iteration is an episode in each environment and one step of Adam: updates so rare
-gain nothing from compilation. To diff against a2c.py.
+without one). An iteration is an episode in each environment and one step of Adam; updates so rare
+gain nothing from compilation. The comments use the numbers of details of ppo.py. A time limit is
+not a termination. Diff it against a2c.py.
 
     python vpg.py --env-id CartPole-v1 --total-timesteps 500000
 """
 
 import io
-import itertools
 import json
 import math
 import os
@@ -76,8 +76,8 @@ class Args:
     save_model: bool = False  # write the final weights to EXPERIMENT.cleanrl_model too
     checkpoint_interval: int = 10  # iterations between checkpoints
     eval_episodes: int = 10  # episodes of the evaluation: deterministic actions, seeds of its own
-    resume: str | None = None  # folder of a run to go on with, exactly; it knows its flags
-    evaluate: str | None = None  # folder of a run whose policy is played; it knows its flags
+    resume: str | None = None  # continue the run in this folder, exactly; its flags come with it
+    evaluate: str | None = None  # play the policy of the run in this folder; its flags come with it
 
     env_id: str = "CartPole-v1"  # id of the Gymnasium environment
     total_timesteps: int = 500000  # steps of the run, all environments together
@@ -93,7 +93,10 @@ class Args:
 
 
 def parse_args():
-    """Returns the flags, and the checkpoint that --resume or --evaluate starts from, or None."""
+    """Returns the flags, and the checkpoint that --resume or --evaluate starts from, or None.
+
+    To the flags it adds folder.
+    """
     args, saved = read_flags(may_change=["checkpoint_interval"])
     check(args.total_timesteps > 0, "--total-timesteps must be above 0")
     check(args.learning_rate > 0, "--learning-rate must be above 0")
@@ -110,11 +113,11 @@ def parse_args():
 
 
 class ActionMask(gym.Wrapper):
-    """Puts a mask behind an observation, (obs_dim,): 1 for what may be done, 0 for the rest.
+    """Appends the action mask to an observation: 1 for what is allowed, 0 for the rest.
 
     An action has len(nvec) parts; part k is from 0 to nvec[k] - 1 and has nvec[k] places in the
-    mask, which is info["action_mask"]. Without it, all may be done. Observations are float32
-    (obs_dim + sum(nvec),).
+    mask, which is info["action_mask"]. Without one, everything is allowed. Observations are
+    float32 (obs_dim + sum(nvec),).
     """
 
     def __init__(self, env):
@@ -133,7 +136,7 @@ class ActionMask(gym.Wrapper):
         row = np.ones(len(obs) + self.mask_size, np.float32)
         row[: len(obs)] = obs
         if self.mask is not None:
-            self.mask = np.hstack(self.mask)
+            self.mask = np.hstack(self.mask)  # from a tuple of masks, if there are several parts
             if self.mask.shape != (self.mask_size,):
                 fail(f"an action_mask is {self.mask.shape}, not ({self.mask_size},)", code=1)
             row[len(obs) :] = self.mask
@@ -144,17 +147,20 @@ class ActionMask(gym.Wrapper):
         return self.add_mask(obs, info), info
 
     def step(self, action):
+        # The policy takes a masked action only if all are masked
         if self.mask is not None and not (self.mask[self.first_place + action] > 0).all():
             fail("an action_mask allows no action: fix the environment", code=1)
         action = (action + self.first_action).reshape(self.action_shape)
-        obs, reward, terminated, truncated, info = self.env.step(action[()])
+        action = action[()]  # for Discrete: a number
+        obs, reward, terminated, truncated, info = self.env.step(action)
         return self.add_mask(obs, info), reward, terminated, truncated, info
 
 
 class RecordVideo(gym.Wrapper):
     """Writes every interval-th episode to folder/episode-N.mp4, frame by frame.
 
-    Gymnasium's own keeps the frames of an episode in memory, a gigabyte for 1,000 of MuJoCo's.
+    Gymnasium's own keeps all frames of an episode in memory: 700 MB for 1,000 steps of HalfCheetah.
+    The file begins with the first step, so that an episode that is never played has none.
     """
 
     def __init__(self, env, folder, interval):
@@ -175,6 +181,7 @@ class RecordVideo(gym.Wrapper):
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"episode-{episode}.mp4"
             fps = self.env.metadata.get("render_fps", 30)
+            # Codecs need even sizes; imageio's default would scale frames to multiples of 16
             self.video = imageio.get_writer(path, fps=fps, macro_block_size=2)
             self.video.append_data(self.env.render())
         self.starting = False
@@ -202,7 +209,7 @@ class ReplayEnv(gym.Wrapper):
 
     Given a seed and actions, an environment always does the same. So it is saved as its last seed
     and the actions since, which are played again to bring it back. It gets a new seed with the
-    first episode that starts more than steps_per_seed steps after the last one.
+    first episode that starts at least steps_per_seed steps after the last seed.
     """
 
     def __init__(self, env, steps_per_seed=1000):
@@ -254,7 +261,10 @@ class ReplayEnv(gym.Wrapper):
 
 
 def make_env(env_id, video_dir=None, video_interval=1):
-    """Makes an environment, filmed if there is a video_dir, or ends the program."""
+    """Makes an environment with its wrappers; with a video_dir it is filmed.
+
+    Ends the program if the environment can't be made or has other spaces than this script needs.
+    """
     options = {}
     if video_dir:
         options["render_mode"] = "rgb_array"
@@ -262,23 +272,24 @@ def make_env(env_id, video_dir=None, video_interval=1):
             os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
     try:
         env = gym.make(env_id, disable_env_checker=True, **options)
-        env.reset(seed=0)
+        env.reset(seed=0)  # rather fail here than later
         if video_dir:
             env.render()
-    except Exception as error:  # environments and renderers raise their own
+    except Exception as error:  # environments and renderers raise their own errors
         fail(f"can't make {env_id}: {' '.join(str(error).split())}")
 
     space = env.action_space
     fits = isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete)
     check(fits, f"{env_id} has the action space {space}, but this script needs a discrete one")
-    space = env.observation_space
-    fits = space.is_np_flattenable
-    check(fits, f"{env_id} has the observation space {space}, but this script needs a fixed size")
+    obs_space = env.observation_space
+    fits = obs_space.is_np_flattenable
+    advice = "but this script needs one of fixed size"
+    check(fits, f"{env_id} has the observation space {obs_space}, {advice}")
 
     env = gym.wrappers.RecordEpisodeStatistics(env)
     if video_dir:
         env = RecordVideo(env, video_dir, video_interval)
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     env = ActionMask(env)
     return ReplayEnv(env)
@@ -295,7 +306,7 @@ class Episode(NamedTuple):
 
 
 class VecEnv:
-    """Environments, stepped one after another; obs (num_envs, *obs_shape): where they are now."""
+    """Environments, stepped one after another; obs: the current observations, (num_envs, ...)."""
 
     def __init__(self, envs, seed):
         self.envs = envs
@@ -310,7 +321,7 @@ class VecEnv:
         """
         rewards = np.zeros(len(active))
         episodes = []
-        for k, i in enumerate(active):
+        for k, i in enumerate(active):  # row k is of environment i
             self.obs[i], rewards[k], terminated, truncated, info = self.envs[i].step(actions[k])
             if terminated or truncated:
                 episode_return = float(info["episode"]["r"])
@@ -401,7 +412,7 @@ class Agent(nn.Module):
 
         return policy
 
-    def best_actions(self, scores):
+    def argmax_parts(self, scores):
         """Arrays: scores (n, sum(nvec)) -> the largest of each part, int64 (n, len(nvec))."""
         actions = np.zeros((len(scores), len(self.nvec)), np.int64)
         begin = 0
@@ -466,8 +477,9 @@ def rollout(agent, envs):
     num_steps = 0
     while active:
         obs = envs.obs[active]
+        # argmax(logits + Gumbel noise) is a sample of softmax(logits)
         gumbel_noise = -torch.empty(len(active), sum(agent.nvec)).exponential_().log().numpy()
-        actions = agent.best_actions(policy(obs) + gumbel_noise)  # a sample of the policy
+        actions = agent.argmax_parts(policy(obs) + gumbel_noise)
         rewards, ended = envs.step(actions, active)
         for k, i in enumerate(active):
             steps[i].append((obs[k], actions[k], rewards[k]))
@@ -477,19 +489,20 @@ def rollout(agent, envs):
             episodes.append((num_steps, episode))
 
     episodes.sort(key=lambda item: item[1].env)
-    obs, actions, rewards = zip(*itertools.chain(*steps))
-    rewards = np.array(rewards, np.float32)[:, None]
-    return np.stack(obs), np.stack(actions), rewards, episodes
+    transitions = [transition for env_steps in steps for transition in env_steps]
+    all_obs, all_actions, all_rewards = zip(*transitions)
+    all_rewards = np.array(all_rewards, np.float32)[:, None]
+    return np.stack(all_obs), np.stack(all_actions), all_rewards, episodes
 
 
 def compute_advantages(rewards, values, next_values, terminations, dones, gamma, gae_lambda):
     """Generalized advantage estimation (G2): https://arxiv.org/abs/1506.02438.
 
-    All arrays (num_steps, num_envs). next_values: of the observation that truly followed each
-    step, before any reset; after a termination they don't count. The sum ends with the episode, at
-    dones.
+    All arrays (num_steps, num_envs), float32 or bool. next_values: of the observation that truly
+    followed each step, before any reset; after a termination they don't count. The sum ends with
+    the episode, at dones.
     """
-    deltas = rewards + gamma * np.where(terminations, np.float32(0), next_values) - values
+    deltas = rewards + gamma * np.where(terminations, 0.0, next_values) - values
     decays = gamma * gae_lambda * ~dones
     advantages = np.zeros_like(deltas)
     last = np.zeros_like(deltas[0])
@@ -509,11 +522,11 @@ def explained_variance(values, returns):
 
 def call(module, params, *inputs):
     """module(*inputs), with its parameters taken from the flat tensor params."""
-    views = {}
+    by_name = {}
     sizes = [parameter.numel() for parameter in module.parameters()]
-    for (name, parameter), view in zip(module.named_parameters(), params.split(sizes)):
-        views[name] = view.view(parameter.shape)
-    return torch.func.functional_call(module, views, inputs)
+    for (name, parameter), chunk in zip(module.named_parameters(), params.split(sizes)):
+        by_name[name] = chunk.view(parameter.shape)
+    return torch.func.functional_call(module, by_name, inputs)
 
 
 def vpg_loss(params, agent, batch, args):
@@ -538,8 +551,8 @@ def vpg_loss(params, agent, batch, args):
 class FlatAdam(nn.Module):
     """Adam on the parameters of a module as one flat tensor, of which they become views.
 
-    One step is then a few large operations, not many small ones for each layer. It is an
-    nn.Module for its state_dict(), which leaves params to the module that they belong to.
+    One step is then a few large operations, not many small ones for each layer. Make it after
+    module.to(device). It is an nn.Module for its state_dict(), which leaves params to the module.
     """
 
     def __init__(self, module, eps, weight_decay=0.0):
@@ -559,7 +572,7 @@ class FlatAdam(nn.Module):
             [grads],
             [self.exp_avg],
             [self.exp_avg_sq],
-            [],
+            [],  # only amsgrad has more
             [self.steps],
             lr=lr,
             eps=self.eps,
@@ -593,7 +606,7 @@ def evaluate(agent, args, video_dir=None):
     policy = agent.numpy_policy()
     episodes = []
     while len(episodes) < args.eval_episodes:
-        actions = agent.best_actions(policy(envs.obs))
+        actions = agent.argmax_parts(policy(envs.obs))
         _, ended = envs.step(actions, active=[0])
         episodes += ended
     envs.close()
@@ -620,6 +633,11 @@ def check(condition, message):
         fail(message)
 
 
+def one_line(error):
+    """An error as a part of a sentence."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:150]
+
+
 def read_flags(may_change):
     """Reads the command line; returns the flags, and the checkpoint of an old run or None.
 
@@ -644,10 +662,10 @@ def read_flags(may_change):
         own = replace(Args(**saved["args"]), resume=args.resume, evaluate=args.evaluate)
         args = tyro.cli(Args, default=own)
         args.folder = Path(old_run)
-        free = ["eval_episodes", "capture_video", "video_interval", *may_change]
+        changeable = ["eval_episodes", "capture_video", "video_interval", *may_change]
         changed = []
         for name, value in asdict(own).items():
-            if getattr(args, name) != value and name not in free:
+            if getattr(args, name) != value and name not in changeable:
                 changed.append(f"{name} = {value}")
         advice = "leave these flags out, or start a new run"
         check(not changed, f"{old_run} was made with {', '.join(changed)}: {advice}")
@@ -670,11 +688,10 @@ def load_checkpoint(folder):
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if saved["script"] != SCRIPT:
             raise ValueError(f"it was made by {saved['script']}")
-        Args(**saved["args"])
+        Args(**saved["args"])  # fails if the flags are others
         return saved
     except Exception as error:  # torch.load raises many kinds
-        reason = " ".join(str(error).split())[:150]
-        fail(f"{path} is missing, damaged, or was not made by this {SCRIPT} ({reason})")
+        fail(f"{path} is missing, damaged, or not of this {SCRIPT} ({one_line(error)})")
 
 
 def write_whole(path, data):
@@ -692,6 +709,7 @@ def report_evaluation(episodes):
     returns = [episode.episode_return for episode in episodes]
     lengths = [episode.length for episode in episodes]
     mean, std = np.mean(returns), np.std(returns)
+    # The progress bar may be on the terminal
     tqdm.write(f"evaluation: {mean:.1f} +- {std:.1f} over {len(returns)} episodes, deterministic")
     return {"returns": returns, "lengths": lengths}
 
@@ -730,8 +748,8 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=self.args.run_name is not None)
         except OSError as error:
             fail(f"can't make {self.folder} ({error.strerror}): choose another --run-name")
-        git = ["sh", "-c", "git describe --always --dirty"]  # says nothing outside a repository
-        git = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
+        describe = ["sh", "-c", "git describe --always --dirty"]  # empty outside a repository
+        git = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
         cuda = self.args.cuda and torch.cuda.is_available()
         versions = {package.name: package.version for package in distributions()}
         config = {
@@ -746,9 +764,10 @@ class Run:
         (self.folder / "config.json").write_text(json.dumps(config, indent=2))
 
     def restore(self, **parts):
-        """Names the run's parts and, if there is a checkpoint, brings them back to it.
+        """Names the run's parts and, if there is a checkpoint, brings them back in this order.
 
-        A part is anything with state_dict() and load_state_dict().
+        A part is anything with state_dict() and load_state_dict(). The networks are one of them,
+        agent.
         """
         self.parts = parts
         if self.saved is None:
@@ -761,8 +780,8 @@ class Run:
             random.setstate(self.saved["random"]["python"])
             np.random.set_state(self.saved["random"]["numpy"])
             torch.set_rng_state(self.saved["random"]["torch"])
-        except Exception as error:  # something is missing, or has another shape or version
-            reason = " ".join(str(error).split())[:150]
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            reason = one_line(error)
             advice = "use the versions in its config.json, or start a new run"
             fail(
                 f"can't load {self.folder}, made by another version or damaged ({reason}): {advice}"
@@ -784,7 +803,7 @@ class Run:
         self.episodes_file = open(self.folder / "episodes.csv", "a")
         if self.episodes_file.tell() == 0:
             self.episodes_file.write("global_step,wall_seconds,env,return,length,ended_by\n")
-        self.start_time = time.time() - self.wall_seconds
+        self.start_time = time.time() - self.wall_seconds  # as if the run had never paused
 
         self.terminal = os.isatty(2)
         self.last_line = time.time()
@@ -793,7 +812,7 @@ class Run:
             initial=self.global_step,
             unit=" steps",
             dynamic_ncols=True,
-            file=sys.stderr if self.terminal else open(os.devnull, "w"),
+            file=sys.stderr if self.terminal else open(os.devnull, "w"),  # then print() shows it
         )
 
     def start_wandb(self):
@@ -849,8 +868,8 @@ class Run:
     def on_signal(self, signum, frame):
         """Ctrl-C and SIGTERM: the run is saved and ends after this iteration.
 
-        It ends at once in the first iteration, which may compile for minutes, in an evaluation,
-        and after a second Ctrl-C.
+        It ends at once in the first iteration, which may compile for minutes, in the last
+        evaluation, and after a second Ctrl-C.
         """
         if signum == signal.SIGINT and hasattr(sys, "ps1"):  # in the shell of python -i
             raise KeyboardInterrupt
@@ -877,7 +896,7 @@ class Run:
             checkpoint["random"] = {
                 "python": random.getstate(),
                 "numpy": (algorithm, keys.tolist(), *rest),
-                "torch": torch.get_rng_state(),
+                "torch": torch.get_rng_state(),  # nothing draws on a GPU
             }
             file = io.BytesIO()
             torch.save(checkpoint, file)
@@ -919,9 +938,9 @@ class Run:
         """Ends a run whose learning has diverged, before it is saved."""
         if not all(torch.isfinite(tensor).all() for tensor in tensors):
             fail(
-                f"iteration {self.iteration}: the loss is not finite; {self.folder} keeps the "
-                "last good checkpoint. Try a lower --learning-rate, or look for NaN in the "
-                "environment's rewards and observations",
+                f"iteration {self.iteration}: the loss or a weight is not finite; {self.folder} "
+                "keeps the last good checkpoint. Try a lower --learning-rate, or look for NaN in "
+                "the environment's rewards and observations",
                 code=1,
             )
 
@@ -977,7 +996,7 @@ if __name__ == "__main__":
         last_steps = np.cumsum([episode.length for _, episode in episodes]) - 1
         dones = np.zeros(rewards.shape, bool)
         dones[last_steps] = True
-        terminations = dones.copy()
+        terminations = dones.copy()  # without a learned value there is nothing to bootstrap from
         values = np.zeros_like(rewards)
         next_values = np.zeros_like(rewards)
 
@@ -986,6 +1005,7 @@ if __name__ == "__main__":
             with torch.no_grad():
                 values = agent.value(batch["obs"]).cpu().numpy()[:, None]
                 final_values = agent.value(torch.from_numpy(final_obs).to(device)).cpu().numpy()
+            # A step's next value is the next step's, except at an episode's end
             next_values[:-1] = values[1:]
             next_values[last_steps, 0] = final_values
             if args.bootstrap_truncated:
@@ -996,8 +1016,8 @@ if __name__ == "__main__":
             rewards, values, next_values, terminations, dones, args.gamma, gae_lambda
         )
         returns = advantages + values
-        batch["advantages"] = torch.tensor(advantages.ravel(), device=device)
-        batch["returns"] = torch.tensor(returns.ravel(), device=device)
+        batch["advantages"] = torch.from_numpy(advantages).flatten().to(device)
+        batch["returns"] = torch.from_numpy(returns).flatten().to(device)
 
         metrics = update(optimizer, agent, batch, torch.tensor(lr, device=device), args).cpu()
         run.check_finite(metrics, optimizer.params)

@@ -1,0 +1,112 @@
+"""Every game of ale-py that has a NOOP action comes back from a checkpoint exactly.
+
+About 5 seconds a game, so pytest does not collect it by itself:
+
+    python -m pytest tests/slow_atari_games.py
+
+Each game writes its row of benchmark/results/atari_replay.csv.
+"""
+
+import csv
+import io
+import time
+from pathlib import Path
+
+import ale_py
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import ppo_atari
+
+TABLE = Path(__file__).resolve().parents[1] / "benchmark" / "results" / "atari_replay.csv"
+COLUMNS = ["game", "env_id", "recorded_steps", "equal_steps", "replay_seconds"]
+STEPS_PER_SEED = [400, 5000]  # by turns: 1,500 steps with and without a new seed in them
+gym.register_envs(ale_py)
+GAMES = sorted(name for name in gym.registry if name.startswith("ALE/") and name.endswith("-v5"))
+
+
+def play(env, actions):
+    """Steps env; returns what each step gave."""
+    results = []
+    for action in actions:
+        obs, *ends, info = env.step(action)
+        results.append((obs, *ends, info.get("final_obs"), info["lives"]))
+    return results
+
+
+def count_equal(results, others):
+    """How many steps of two plays gave the same."""
+    equal = 0
+    for result, other in zip(results, others, strict=True):
+        equal += all(np.array_equal(x, y) for x, y in zip(result, other, strict=True))
+    return equal
+
+
+def through_a_file(state):
+    """A state as it comes out of a checkpoint."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def replay(script, env_id, num_steps, num_following, steps_per_seed):
+    """Plays num_steps at random and brings a new environment to where that has ended.
+
+    Returns the number of recorded steps, in how many of the following steps the new environment
+    did the same, in how many an environment did that was never saved, and the seconds of the
+    replay.
+    """
+    saved, unsaved, new = [script.make_env(env_id) for _ in range(3)]
+    for env in (saved, unsaved, new):
+        env.steps_per_seed = steps_per_seed
+    actions = np.random.default_rng(3).integers(saved.action_space.n, size=num_steps)
+    following = np.random.default_rng(4).integers(saved.action_space.n, size=num_following)
+    saved.reset(7)
+    unsaved.reset(7)
+    new.reset(8)
+    for part in np.array_split(actions, 5):
+        play(saved, part)
+        state = through_a_file(saved.state_dict())
+    play(unsaved, actions)
+
+    start_time = time.perf_counter()
+    new.load_state_dict(state)
+    seconds = time.perf_counter() - start_time
+    results = play(saved, following)
+    equal = count_equal(results, play(new, following))
+    equal_unsaved = count_equal(results, play(unsaved, following))
+    for env in (saved, unsaved, new):
+        env.close()
+    return len(state["actions"]), equal, equal_unsaved, seconds
+
+
+def write_row(row):
+    """Puts the row of a game into the table."""
+    rows = {row["env_id"]: row}
+    if TABLE.exists():
+        with open(TABLE, newline="") as file:
+            rows = {old["env_id"]: old for old in csv.DictReader(file)} | rows
+    with open(TABLE, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[env_id] for env_id in sorted(rows))
+
+
+@pytest.mark.parametrize("env_id", GAMES)
+def test_a_game_comes_back_and_is_not_changed_by_being_saved(env_id, capsys):
+    env = gym.make(env_id)
+    game, has_noop = env.unwrapped.spec.kwargs["game"], env.unwrapped.get_action_meanings()[0]
+    env.close()
+    if has_noop != "NOOP":
+        pytest.skip("it has no NOOP action")
+    steps_per_seed = STEPS_PER_SEED[GAMES.index(env_id) % 2]
+    recorded, equal, equal_unsaved, seconds = replay(ppo_atari, env_id, 1500, 150, steps_per_seed)
+    row = [game, env_id, recorded, equal, round(seconds, 2)]
+    write_row(dict(zip(COLUMNS, row)))
+    assert steps_per_seed == 400 or recorded == 1500
+    assert equal == 150
+    assert equal_unsaved == 150
+    assert "can't be brought back" not in capsys.readouterr().out
