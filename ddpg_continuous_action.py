@@ -235,13 +235,13 @@ class ReplayEnv(gym.Wrapper):
         self.actions.append(action.copy())
         self.obs, reward, terminated, truncated, info = self.env.step(action)
         if terminated or truncated:
-            info["final_obs"] = self.obs
+            info["final_obs"] = np.array(self.obs)  # a copy: the reset may write over it
             game_over = "episode" in info  # in Atari, a lost life is the end of an episode, too
             if game_over and len(self.actions) >= self.steps_per_seed:
                 self.reset_with_new_seed()
             else:
                 self.obs, _ = self.env.reset()
-        return self.obs, float(reward), terminated, truncated, info
+        return self.obs, reward, terminated, truncated, info
 
     def state_dict(self):
         return {
@@ -289,6 +289,7 @@ def make_env(env_id, video_dir=None, video_interval=1):
     advice = "but this script needs a Box or a Dict of them"
     check(fits, f"{env_id} has the observation space {obs_space}, {advice}")
 
+    env = gym.wrappers.TransformReward(env, float)  # so that float64 numbers are summed
     env = gym.wrappers.RecordEpisodeStatistics(env)
     if video_dir:
         env = RecordVideo(env, video_dir, video_interval)
@@ -477,7 +478,8 @@ class ReplayBuffer:
                 else:
                     os.truncate(file.fileno(), num_bytes)
         except OSError as error:
-            path.unlink(missing_ok=True)
+            if path.is_file():
+                path.unlink()
             advice = "free disk space, or lower --buffer-size"
             fail(f"no {num_bytes / 1e9:.1f} GB for {path} ({error.strerror}): {advice}")
 
@@ -641,15 +643,22 @@ class Target(nn.Module):
         self.params.lerp_(optimizer.params, tau)
 
 
-class Metrics(nn.Module):
-    """Sums of METRICS since they were last logged, and how many of each: float32 (3,)."""
+class Learner(nn.Module):
+    """What updates change besides the networks: optimizers, targets, and METRICS not yet logged.
 
-    def __init__(self):
+    Of these there are sums, and counts, how many of each: float32 (3,).
+    """
+
+    def __init__(self, agent, args):
         super().__init__()
-        self.register_buffer("sums", torch.zeros(len(METRICS)))
-        self.register_buffer("counts", torch.zeros(len(METRICS)))
+        self.actor_optimizer = FlatAdam(agent.actor, eps=1e-8)
+        self.critic_optimizer = FlatAdam(agent.critic, eps=1e-8, weight_decay=args.weight_decay)
+        self.actor_target = Target(self.actor_optimizer)
+        self.critic_target = Target(self.critic_optimizer)
+        self.register_buffer("sums", self.actor_target.params.new_zeros(len(METRICS)))
+        self.register_buffer("counts", torch.zeros_like(self.sums))
 
-    def means(self):
+    def mean_metrics(self):
         """Returns {name: mean}, of those that there are, and starts again."""
         means = {}
         for name, total, count in zip(METRICS, self.sums.tolist(), self.counts.tolist()):
@@ -673,46 +682,37 @@ def gradient_step(loss, params, optimizer, lr, args):
     optimizer.step(grads, lr)
 
 
-def update(
-    agent,
-    actor_optimizer,
-    critic_optimizer,
-    actor_target,
-    critic_target,
-    metrics,
-    rows,
-    with_actor,
-    args,
-):
+def update(agent, learner, rows, with_actor, args):
     """A step for the critic and, with_actor, one for the actor and both targets.
 
-    Algorithm 1 of Lillicrap et al.; rows: see ReplayBuffer.sample. Adds METRICS to metrics.
+    Algorithm 1 of Lillicrap et al.; rows: see ReplayBuffer.sample.
     """
     obs, actions, rewards, next_obs, terminations = rows.split(agent.row_sizes, 1)
-    next_actions = call(agent.actor, actor_target.params, next_obs)
+    next_actions = call(agent.actor, learner.actor_target.params, next_obs)
     next_inputs = torch.cat((next_obs, next_actions), 1)
-    next_values = call(agent.critic, critic_target.params, next_inputs)
+    next_values = call(agent.critic, learner.critic_target.params, next_inputs)
     td_targets = rewards + args.gamma * (1 - terminations) * next_values
 
-    params = critic_optimizer.params.detach().requires_grad_()
+    optimizer = learner.critic_optimizer
+    params = optimizer.params.detach().requires_grad_()
     values = call(agent.critic, params, torch.cat((obs, actions), 1))
     critic_loss = nn.functional.mse_loss(values, td_targets)
     lr = args.critic_learning_rate or args.learning_rate
-    gradient_step(critic_loss, params, critic_optimizer, lr, args)
-    metrics.sums[:2] += torch.stack((values.mean(), critic_loss)).detach()
-    metrics.counts[:2] += 1
+    gradient_step(critic_loss, params, optimizer, lr, args)
+    learner.sums[:2] += torch.stack((values.mean(), critic_loss)).detach()
+    learner.counts[:2] += 1
 
     if with_actor:
-        params = actor_optimizer.params.detach().requires_grad_()
-        new_actions = call(agent.actor, params, obs)
-        inputs = torch.cat((obs, new_actions), 1)
-        actor_loss = -call(agent.critic, critic_optimizer.params, inputs).mean()
+        optimizer = learner.actor_optimizer
+        params = optimizer.params.detach().requires_grad_()
+        inputs = torch.cat((obs, call(agent.actor, params, obs)), 1)
+        actor_loss = -call(agent.critic, learner.critic_optimizer.params, inputs).mean()
         lr = args.actor_learning_rate or args.learning_rate
-        gradient_step(actor_loss, params, actor_optimizer, lr, args)
-        actor_target.follow(actor_optimizer, args.tau)
-        critic_target.follow(critic_optimizer, args.tau)
-        metrics.sums[2] += actor_loss.detach()
-        metrics.counts[2] += 1
+        gradient_step(actor_loss, params, optimizer, lr, args)
+        learner.actor_target.follow(learner.actor_optimizer, args.tau)
+        learner.critic_target.follow(learner.critic_optimizer, args.tau)
+        learner.sums[2] += actor_loss.detach()
+        learner.counts[2] += 1
 
 
 def count_updates(step, args):
@@ -876,8 +876,10 @@ class Run:
         self.log_sizes = {}
         self.stop_signal = None
         self.can_wait = False  # whether a signal waits for the end of the iteration
-        if not saved:
+        if saved is None:
             self.make_folder()
+        elif args.resume:
+            self.leave_if_finished()
         signal.signal(signal.SIGINT, self.on_signal)
         signal.signal(signal.SIGTERM, self.on_signal)
 
@@ -902,6 +904,13 @@ class Run:
         }
         (self.folder / "config.json").write_text(json.dumps(config, indent=2))
 
+    def leave_if_finished(self):
+        """Ends the program if the run to resume has been finished."""
+        evaluation = self.folder / "evaluation.json"
+        if self.saved.get("global_step", 0) >= self.total_steps and evaluation.exists():
+            print(f"{self.folder} is finished: {evaluation.read_text()}")
+            sys.exit()
+
     def restore(self, **parts):
         """Names the run's parts and, if there is a checkpoint, brings them back in this order.
 
@@ -919,16 +928,10 @@ class Run:
             random.setstate(self.saved["random"]["python"])
             np.random.set_state(self.saved["random"]["numpy"])
             torch.set_rng_state(self.saved["random"]["torch"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             reason = one_line(error)
             advice = "use the versions in its config.json, or start a new run"
-            fail(
-                f"can't load {self.folder}, made by another version or damaged ({reason}): {advice}"
-            )
-        evaluation = self.folder / "evaluation.json"
-        if self.args.resume and self.global_step >= self.total_steps and evaluation.exists():
-            print(f"{self.folder} is finished: {evaluation.read_text()}")
-            sys.exit()
+            fail(f"{self.folder} is damaged or was made by another version ({reason}): {advice}")
 
     def open_logs(self):
         """Opens the logs. What was logged after the checkpoint is cut off: it will come again."""
@@ -1119,11 +1122,7 @@ if __name__ == "__main__":
     action_dim = gym.spaces.flatdim(envs.action_space)
     normalizer = Normalizer(envs, args)
     agent = Agent(obs_dim, action_dim, args.hidden_sizes).to(device)
-    actor_optimizer = FlatAdam(agent.actor, eps=1e-8)
-    critic_optimizer = FlatAdam(agent.critic, eps=1e-8, weight_decay=args.weight_decay)
-    actor_target = Target(actor_optimizer)
-    critic_target = Target(critic_optimizer)
-    metrics = Metrics().to(device)
+    learner = Learner(agent, args)
     noise = ExplorationNoise((args.num_envs, action_dim), args)
     total_steps = args.num_iterations * args.num_envs
     save_interval = max(args.checkpoint_interval // args.num_envs, 1)
@@ -1142,11 +1141,7 @@ if __name__ == "__main__":
     )
     run.restore(
         agent=agent,
-        actor_optimizer=actor_optimizer,
-        critic_optimizer=critic_optimizer,
-        actor_target=actor_target,
-        critic_target=critic_target,
-        metrics=metrics,
+        learner=learner,
         noise=noise,
         normalizer=normalizer,
         replay=replay,
@@ -1157,18 +1152,10 @@ if __name__ == "__main__":
     normalizer.discounted_returns[just_reset] = 0.0
 
     compiled_update = compile_or_not(update, args, device)
-    learners = (
-        agent,
-        actor_optimizer,
-        critic_optimizer,
-        actor_target,
-        critic_target,
-        metrics,
-    )
     no_rows = torch.zeros(args.batch_size, sum(agent.row_sizes), device=device)
     for with_actor in [True] if args.policy_frequency == 1 else [False, True]:
-        # Compile before the first step, with copies
-        compiled_update(*copy.deepcopy(learners), no_rows, with_actor, args)
+        # Compile before the first step, with a copy
+        compiled_update(agent, copy.deepcopy(learner), no_rows, with_actor, args)
 
     random_steps = args.learning_starts if args.random_steps is None else args.random_steps
     for iteration in run.iterations():
@@ -1195,7 +1182,7 @@ if __name__ == "__main__":
         for number in range(updates_before, updates_after):
             rows = replay.sample(args.batch_size, normalizer).to(device)
             with_actor = number % args.policy_frequency == 0
-            compiled_update(*learners, rows, with_actor, args)
+            compiled_update(agent, learner, rows, with_actor, args)
 
         for episode in episodes:
             run.log_episode(run.global_step, episode)
@@ -1203,8 +1190,9 @@ if __name__ == "__main__":
             returns = evaluate(agent, normalizer, args)["returns"]
             run.log({"eval/episodic_return": np.mean(returns)})
         if (iteration + 1) % 100 == 0:
-            run.check_finite(metrics.sums)
-            run.log({f"losses/{name}": mean for name, mean in metrics.means().items()})
+            run.check_finite(learner.sums)
+            means = learner.mean_metrics()
+            run.log({f"losses/{name}": mean for name, mean in means.items()})
 
     envs.close()
     if run.stop_signal is None:

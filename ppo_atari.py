@@ -308,13 +308,13 @@ class ReplayEnv(gym.Wrapper):
         self.actions.append(action.copy())
         self.obs, reward, terminated, truncated, info = self.env.step(action)
         if terminated or truncated:
-            info["final_obs"] = self.obs
+            info["final_obs"] = np.array(self.obs)  # a copy: the reset may write over it
             game_over = "episode" in info  # in Atari, a lost life is the end of an episode, too
             if game_over and len(self.actions) >= self.steps_per_seed:
                 self.reset_with_new_seed()
             else:
                 self.obs, _ = self.env.reset()
-        return self.obs, float(reward), terminated, truncated, info
+        return self.obs, reward, terminated, truncated, info
 
     def state_dict(self):
         return {
@@ -349,9 +349,9 @@ def make_env(env_id, video_dir=None, video_interval=1):
     try:
         env = gym.make(env_id, frameskip=1, disable_env_checker=True, **options)
         env.reset(seed=0)  # rather fail here than later
+        actions = env.unwrapped.get_action_meanings()
     except Exception as error:  # environments raise their own errors
         fail(f"can't make {env_id}: {' '.join(str(error).split())}")
-    actions = env.unwrapped.get_action_meanings()
     check(actions[0] == "NOOP", f"{env_id} has no NOOP action (A1)")
 
     env = NoopResetEnv(env)
@@ -401,12 +401,16 @@ class VecEnv:
         for i, env in enumerate(self.envs):
             games = env.get_wrapper_attr("episode_count")
             self.obs[i], rewards[i], terminations[i], truncations[i], info = env.step(actions[i])
-            # A game ends in this step, or in the reset after the life that is lost in this step
-            if env.get_wrapper_attr("episode_count") > games:
+            if "episode" in info:
+                episode_return = float(info["episode"]["r"])
+                length = info["episode"]["l"]
+            elif env.get_wrapper_attr("episode_count") > games:  # in the reset after a lost life
                 episode_return = float(env.get_wrapper_attr("return_queue")[-1])
                 length = env.get_wrapper_attr("length_queue")[-1]
-                ended_by = "termination" if terminations[i] else "truncation"
-                episodes.append(Episode(i, episode_return, length, ended_by, info["final_obs"]))
+            else:
+                continue
+            ended_by = "termination" if terminations[i] else "truncation"
+            episodes.append(Episode(i, episode_return, length, ended_by, info["final_obs"]))
         return rewards, terminations, truncations, episodes
 
     def close(self):
@@ -808,8 +812,10 @@ class Run:
         self.log_sizes = {}
         self.stop_signal = None
         self.can_wait = False  # whether a signal waits for the end of the iteration
-        if not saved:
+        if saved is None:
             self.make_folder()
+        elif args.resume:
+            self.leave_if_finished()
         signal.signal(signal.SIGINT, self.on_signal)
         signal.signal(signal.SIGTERM, self.on_signal)
 
@@ -834,6 +840,13 @@ class Run:
         }
         (self.folder / "config.json").write_text(json.dumps(config, indent=2))
 
+    def leave_if_finished(self):
+        """Ends the program if the run to resume has been finished."""
+        evaluation = self.folder / "evaluation.json"
+        if self.saved.get("global_step", 0) >= self.total_steps and evaluation.exists():
+            print(f"{self.folder} is finished: {evaluation.read_text()}")
+            sys.exit()
+
     def restore(self, **parts):
         """Names the run's parts and, if there is a checkpoint, brings them back in this order.
 
@@ -851,16 +864,10 @@ class Run:
             random.setstate(self.saved["random"]["python"])
             np.random.set_state(self.saved["random"]["numpy"])
             torch.set_rng_state(self.saved["random"]["torch"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             reason = one_line(error)
             advice = "use the versions in its config.json, or start a new run"
-            fail(
-                f"can't load {self.folder}, made by another version or damaged ({reason}): {advice}"
-            )
-        evaluation = self.folder / "evaluation.json"
-        if self.args.resume and self.global_step >= self.total_steps and evaluation.exists():
-            print(f"{self.folder} is finished: {evaluation.read_text()}")
-            sys.exit()
+            fail(f"{self.folder} is damaged or was made by another version ({reason}): {advice}")
 
     def open_logs(self):
         """Opens the logs. What was logged after the checkpoint is cut off: it will come again."""

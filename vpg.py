@@ -147,9 +147,10 @@ class ActionMask(gym.Wrapper):
         return self.add_mask(obs, info), info
 
     def step(self, action):
-        # The policy takes a masked action only if all are masked
-        if self.mask is not None and not (self.mask[self.first_place + action] > 0).all():
-            fail("an action_mask allows no action: fix the environment", code=1)
+        if self.mask is not None:
+            largest = np.maximum.reduceat(self.mask, self.first_place)  # of each part
+            if not (largest > 0).all():
+                fail("an action_mask allows no action: fix the environment", code=1)
         action = (action + self.first_action).reshape(self.action_shape)
         action = action[()]  # for Discrete: a number
         obs, reward, terminated, truncated, info = self.env.step(action)
@@ -234,13 +235,13 @@ class ReplayEnv(gym.Wrapper):
         self.actions.append(action.copy())
         self.obs, reward, terminated, truncated, info = self.env.step(action)
         if terminated or truncated:
-            info["final_obs"] = self.obs
+            info["final_obs"] = np.array(self.obs)  # a copy: the reset may write over it
             game_over = "episode" in info  # in Atari, a lost life is the end of an episode, too
             if game_over and len(self.actions) >= self.steps_per_seed:
                 self.reset_with_new_seed()
             else:
                 self.obs, _ = self.env.reset()
-        return self.obs, float(reward), terminated, truncated, info
+        return self.obs, reward, terminated, truncated, info
 
     def state_dict(self):
         return {
@@ -286,6 +287,7 @@ def make_env(env_id, video_dir=None, video_interval=1):
     advice = "but this script needs one of fixed size"
     check(fits, f"{env_id} has the observation space {obs_space}, {advice}")
 
+    env = gym.wrappers.TransformReward(env, float)  # so that float64 numbers are summed
     env = gym.wrappers.RecordEpisodeStatistics(env)
     if video_dir:
         env = RecordVideo(env, video_dir, video_interval)
@@ -737,8 +739,10 @@ class Run:
         self.log_sizes = {}
         self.stop_signal = None
         self.can_wait = False  # whether a signal waits for the end of the iteration
-        if not saved:
+        if saved is None:
             self.make_folder()
+        elif args.resume:
+            self.leave_if_finished()
         signal.signal(signal.SIGINT, self.on_signal)
         signal.signal(signal.SIGTERM, self.on_signal)
 
@@ -763,6 +767,13 @@ class Run:
         }
         (self.folder / "config.json").write_text(json.dumps(config, indent=2))
 
+    def leave_if_finished(self):
+        """Ends the program if the run to resume has been finished."""
+        evaluation = self.folder / "evaluation.json"
+        if self.saved.get("global_step", 0) >= self.total_steps and evaluation.exists():
+            print(f"{self.folder} is finished: {evaluation.read_text()}")
+            sys.exit()
+
     def restore(self, **parts):
         """Names the run's parts and, if there is a checkpoint, brings them back in this order.
 
@@ -780,16 +791,10 @@ class Run:
             random.setstate(self.saved["random"]["python"])
             np.random.set_state(self.saved["random"]["numpy"])
             torch.set_rng_state(self.saved["random"]["torch"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             reason = one_line(error)
             advice = "use the versions in its config.json, or start a new run"
-            fail(
-                f"can't load {self.folder}, made by another version or damaged ({reason}): {advice}"
-            )
-        evaluation = self.folder / "evaluation.json"
-        if self.args.resume and self.global_step >= self.total_steps and evaluation.exists():
-            print(f"{self.folder} is finished: {evaluation.read_text()}")
-            sys.exit()
+            fail(f"{self.folder} is damaged or was made by another version ({reason}): {advice}")
 
     def open_logs(self):
         """Opens the logs. What was logged after the checkpoint is cut off: it will come again."""

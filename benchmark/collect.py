@@ -1,11 +1,13 @@
-"""Collects run folders into a CSV, one row for each run, finished or not, and a Markdown table of them.
+"""Collects run folders into a CSV, a row for each run, finished or not, and a Markdown table.
 
-    python -m benchmark.collect RUNS_DIR... [--out benchmark/results/FILE.csv] [--curves benchmark/results/FILE.csv]
+    python -m benchmark.collect RUNS_DIR... [--out FILE.csv] [--curves FILE.csv]
 
-RUNS_DIR is a run's folder or a folder of them. A run is finished when its evaluation.json is complete. In the CSV,
-steps and wall_seconds (compilation included, imports not) are those of the run's last training episode,
-steps_per_second is their quotient; last_100 and last_20 are mean returns of the run's last training episodes. The
-curves are a row for each training episode, and for each evaluation during the training, its mean return.
+RUNS_DIR is a run's folder or a folder of them. A run is finished when its evaluation.json is
+complete. In the CSV, steps and wall_seconds (compilation included, imports not) are those of the
+run's last training episode, steps_per_second is their quotient; last_100 and last_20 are mean
+returns of the run's last training episodes. The curves are a row for each training episode, and for
+each evaluation during the training, its mean return. The files of this repository's own results are
+in benchmark/results/.
 """
 
 import argparse
@@ -22,30 +24,42 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("python", "torch", "gymnasium", "mujoco", "ale-py", "numpy")
-HEADER = """Mean +- standard deviation over the finished runs (ddof=0, as CleanRL and openrlbenchmark have it) of
-a run's mean return in its last 100 training episodes, and of its mean return in the deterministic evaluation.
-
-| environment | script | flags | finished: seeds | last 100 episodes | evaluation | steps/s, median | unfinished |
-|---|---|---|---|---:|---:|---:|---|"""
+HEADER = (
+    "Mean +- standard deviation over the finished runs (ddof=0, as CleanRL and openrlbenchmark "
+    "have it) of\n"
+    "a run's mean return in its last 100 training episodes, and of its mean return in the "
+    "deterministic evaluation.\n\n"
+    "| environment | script | flags | finished: seeds | last 100 episodes | evaluation | "
+    "steps/s, median | unfinished |\n"
+    "|---|---|---|---|---:|---:|---:|---|"
+)
 
 
 def script_defaults(command):
-    """The default flags of the script that a command line runs, {} if that is no script of this repository."""
+    """The default flags of a command line's script, {} if it is none of this repository."""
     name = Path(command[0]).stem
     sys.path.insert(0, str(ROOT))
     if not (ROOT / f"{name}.py").is_file():
         return {}
-    return json.loads(json.dumps(asdict(importlib.import_module(name).Args())))  # as config.json has them
+    defaults = asdict(importlib.import_module(name).Args())
+    return json.loads(json.dumps(defaults))  # as config.json has them
 
 
 def changed_flags(args, defaults):
-    """The flags that differ from the defaults, but for those with a column of their own, as on a command line."""
+    """The flags that differ from the defaults, as on a command line.
+
+    Those with a column of their own are left out.
+    """
     words = []
     for name, value in args.items():
-        if name not in ("env_id", "seed", "run_name") and (name not in defaults or value != defaults[name]):
-            words += [f"--{'no-' * (value is False)}{name}".replace("_", "-")]
-            values = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
-            words += [str(x).removesuffix(".0") if isinstance(x, float) else str(x) for x in values]
+        changed = name not in defaults or value != defaults[name]
+        if not changed or name in ("env_id", "seed", "run_name"):
+            continue
+        words.append(f"--{'no-' * (value is False)}{name}".replace("_", "-"))
+        if isinstance(value, bool):
+            continue
+        for x in value if isinstance(value, list) else [value]:
+            words.append(str(x).removesuffix(".0") if isinstance(x, float) else str(x))
     return shlex.join(words)
 
 
@@ -61,43 +75,63 @@ def subfolders(folder):
 def read_episodes(run):
     """The rows of a run's episodes.csv, as dicts of strings."""
     text = (run / "episodes.csv").read_text() if (run / "episodes.csv").exists() else ""
-    return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))  # the last line may be half written
+    whole = text[: text.rfind("\n") + 1]  # the last line may be half written
+    return list(csv.DictReader(whole.splitlines()))
 
 
 def read_run(run):
-    """A run's folder -> its row of the CSV; what it doesn't have yet is "". Raises what a damaged folder makes it."""
-    config, episodes = json.loads((run / "config.json").read_text()), read_episodes(run)
+    """A run's folder -> its row of the CSV; what it doesn't have yet is "".
+
+    Raises what a damaged folder makes it.
+    """
+    config = json.loads((run / "config.json").read_text())
+    episodes = read_episodes(run)
     script = Path(config["command"][0])
     returns = [float(episode["return"]) for episode in episodes]
-    steps, wall = (int(episodes[-1]["global_step"]), float(episodes[-1]["wall_seconds"])) if episodes else ("", "")
+    steps = int(episodes[-1]["global_step"]) if episodes else ""
+    wall = float(episodes[-1]["wall_seconds"]) if episodes else ""
     try:
         evaluation = json.loads((run / "evaluation.json").read_text())["returns"]
     except (FileNotFoundError, json.JSONDecodeError):
         evaluation = []
     return {
-        "run": run.name, "env_id": config["args"]["env_id"], "script": script.stem, "seed": config["args"]["seed"],
+        "run": run.name,
+        "env_id": config["args"]["env_id"],
+        "script": script.stem,
+        "seed": config["args"]["seed"],
         "flags": changed_flags(config["args"], script_defaults(config["command"])),
-        "status": "finished" if evaluation else "unfinished", "steps": steps, "episodes": len(episodes),
-        "last_100": np.mean(returns[-100:]) if returns else "", "last_20": np.mean(returns[-20:]) if returns else "",
+        "status": "finished" if evaluation else "unfinished",
+        "steps": steps,
+        "episodes": len(episodes),
+        "last_100": np.mean(returns[-100:]) if returns else "",
+        "last_20": np.mean(returns[-20:]) if returns else "",
         "evaluation_mean": np.mean(evaluation) if evaluation else "",
-        "evaluation_std": np.std(evaluation) if evaluation else "", "evaluation_episodes": len(evaluation),
-        "steps_per_second": steps / wall if wall else "", "wall_seconds": wall,
-        "versions": " ".join(f"{name}={config['versions'][name]}" for name in PACKAGES if name in config["versions"]),
+        "evaluation_std": np.std(evaluation) if evaluation else "",
+        "evaluation_episodes": len(evaluation),
+        "steps_per_second": steps / wall if wall else "",
+        "wall_seconds": wall,
+        "versions": " ".join(
+            f"{name}={config['versions'][name]}" for name in PACKAGES if name in config["versions"]
+        ),
         "git_commit": config["git_commit"] or "unknown",
         "command": shlex.join(["python", script.name, *config["command"][1:]]),
     }
 
 
 def read_curves(run):
-    """A run's folder -> rows of its learning curves: env_id, seed, run, kind, global_step, return."""
+    """A run's folder -> rows of its curves: env_id, seed, run, kind, global_step, return."""
     args = json.loads((run / "config.json").read_text())["args"]
     head = {"env_id": args["env_id"], "seed": args["seed"], "run": run.name}
-    rows = [head | {"kind": "training", "global_step": int(episode["global_step"]), "return": episode["return"]}
-            for episode in read_episodes(run)]
+    rows = []
+    for episode in read_episodes(run):
+        step = int(episode["global_step"])
+        rows.append({**head, "kind": "training", "global_step": step, "return": episode["return"]})
     events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
     tag = "eval/episodic_return"
-    return rows + [head | {"kind": "evaluation", "global_step": event.step, "return": round(event.value, 3)}
-                   for event in (events.Scalars(tag) if tag in events.Tags()["scalars"] else ())]
+    for event in events.Scalars(tag) if tag in events.Tags()["scalars"] else ():
+        value = round(event.value, 3)
+        rows.append({**head, "kind": "evaluation", "global_step": event.step, "return": value})
+    return rows
 
 
 def check_output(parser, path):
@@ -118,28 +152,43 @@ def write_csv(path, rows):
 
 
 def table(rows):
-    """Rows -> Markdown, a line for each environment, script and flags; unfinished runs are named, not averaged."""
+    """Rows -> Markdown, a line for each environment, script and flags.
+
+    Unfinished runs are named, not averaged.
+    """
     lines = [HEADER]
     keys = [(row["env_id"], row["script"], row["flags"]) for row in rows]
     for env_id, script, flags in sorted(set(keys)):
         group = [row for row, key in zip(rows, keys) if key == (env_id, script, flags)]
         done = [row for row in group if row["status"] == "finished"]
         left = [f"{row['run']} (step {row['steps'] or 0})" for row in group if row not in done]
-        cells = [env_id, script, flags or "defaults", f"{len(done)}: {' '.join(str(row['seed']) for row in done)}"]
+        seeds = " ".join(str(row["seed"]) for row in done)
+        cells = [env_id, script, flags or "defaults", f"{len(done)}: {seeds}"]
         for name in ("last_100", "evaluation_mean", "steps_per_second"):
             values = [row[name] for row in done if row[name] != ""]
             form = "{1:,.0f}" if name == "steps_per_second" else "{0:.1f} +- {2:.1f}"
-            cells.append(form.format(np.mean(values), np.median(values), np.std(values)) if values else "-")
+            if values:
+                cells.append(form.format(np.mean(values), np.median(values), np.std(values)))
+            else:
+                cells.append("-")
         lines.append(f"| {' | '.join(cells)} | {len(left)} {', '.join(left)} |")
     return "\n".join(lines)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dirs", nargs="+", type=Path, metavar="RUNS_DIR", help="a run's folder or a folder of them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "dirs", nargs="+", type=Path, metavar="RUNS_DIR", help="a run's folder or a folder of them"
+    )
     parser.add_argument("--out", type=Path, help="write the rows to this CSV")
     parser.add_argument("--curves", type=Path, help="write the learning curves to this CSV")
-    args, rows, curves, damaged, seen = parser.parse_args(), [], [], [], set()
+    args = parser.parse_args()
+    rows = []
+    curves = []
+    damaged = []
+    seen = set()
     if missing := [str(path) for path in args.dirs if not path.is_dir()]:
         parser.error(f"no such folder: {', '.join(missing)}")
     for path in args.dirs:
@@ -157,7 +206,8 @@ def main():
         if path and table_rows:
             check_output(parser, path)
             write_csv(path, table_rows)
-    print(table(rows), "", f"git commits: {', '.join(sorted({row['git_commit'] for row in rows}))}", *damaged, sep="\n")
+    commits = ", ".join(sorted({row["git_commit"] for row in rows}))
+    print(table(rows), "", f"git commits: {commits}", *damaged, sep="\n")
     sys.exit(not rows)
 
 

@@ -1,4 +1,7 @@
-"""Environments for experiments that Gymnasium has no id for: --env-id benchmark.environments:MaskedCartPole-v1."""
+"""Environments for experiments that Gymnasium has no id for.
+
+--env-id benchmark.environments:MaskedCartPole-v1
+"""
 
 import gymnasium as gym
 from gymnasium.envs.classic_control import CartPoleEnv
@@ -7,7 +10,10 @@ SEEN = [0, 2]  # position of the cart, angle of the pole
 
 
 class MaskedCartPole(CartPoleEnv):
-    """CartPole without its velocities, which only memory can make up for: observations float32 (2,)."""
+    """CartPole without its velocities, which only memory can make up for.
+
+    Observations: float32 (2,).
+    """
 
     def __init__(self, **settings):
         super().__init__(**settings)

@@ -1,7 +1,8 @@
 """The statistics of benchmark.report: scores of runs -> one number and its 95 % bootstrap interval.
 
-A score is a number a run; scores of several environments are a list of arrays, one for each environment. The bootstrap
-draws runs within their environment (stratified), as in Agarwal et al. 2021, https://arxiv.org/abs/2108.13264.
+A score is a number a run; scores of several environments are a list of arrays, one for each
+environment. The bootstrap draws runs within their environment (stratified), as in Agarwal et al.
+2021, https://arxiv.org/abs/2108.13264.
 """
 
 import numpy as np
@@ -11,7 +12,7 @@ RESAMPLES = 2000
 
 
 def iqm(x, axis=None):
-    """Interquartile mean: the mean of x along axis without its lowest and highest floor(n / 4) values."""
+    """Interquartile mean: of x along axis without its lowest and highest floor(n / 4) values."""
     return trim_mean(x, 0.25, axis=axis)
 
 
@@ -19,10 +20,13 @@ CENTERS = {"iqm": iqm, "mean": np.mean}
 
 
 def smooth(at, returns, grid, window):
-    """A run's return along a grid: at each point the mean of the episodes that ended in (point - window, point], of
-    the last one before where there is none. at: (episodes,) steps at which they ended, ascending; returns:
-    (episodes,), of which those that aren't finite don't count -> (len(grid),), nan before the first episode that counts
-    and after the last."""
+    """A run's return along a grid -> (len(grid),).
+
+    At each point it is the mean of the episodes that ended in (point - window, point], of the last
+    one before where there is none; nan before the first episode that counts and after the last. at:
+    (episodes,) steps at which they ended, ascending; returns: (episodes,), of which those that
+    aren't finite don't count.
+    """
     finite = np.isfinite(returns)
     if not finite.any():
         return np.full(len(grid), np.nan)
@@ -35,21 +39,40 @@ def smooth(at, returns, grid, window):
 
 
 def interval(samples, statistic):
-    """Bounds of the percentile bootstrap. samples: arrays with a run at each place of the last axis, each drawn from
-    by itself; statistic: of them and axis; its shape is that of low and high. A sample of a single run stays as it is;
-    nan where all are."""
+    """Bounds of the percentile bootstrap.
+
+    samples: arrays with a run at each place of the last axis, each drawn from by itself; statistic:
+    of them and axis; its shape is that of low and high. A sample of a single run stays as it is;
+    nan where all are.
+    """
     several = [sample for sample in samples if sample.shape[-1] > 1]
     if not several:
         nothing = np.full(np.shape(statistic(*samples, axis=-1)), np.nan)
         return nothing, nothing
 
     def of_all(*drawn, axis):
-        left, lead = list(drawn), drawn[0].shape[:-1]  # the last of lead are the resamples
-        return statistic(*(left.pop(0) if sample.shape[-1] > 1 else np.broadcast_to(sample[..., None, :], (*lead, 1))
-                           for sample in samples), axis=axis)
-    batch = max(1, 20_000_000 // sum(sample.size for sample in several))  # of resamples at once: 160 MB a copy
-    found = bootstrap(several, of_all, n_resamples=RESAMPLES, batch=batch, vectorized=True, method="percentile",
-                      axis=-1, rng=0)
+        left = iter(drawn)
+        lead = drawn[0].shape[:-1]  # the last of them are the resamples
+        every = []
+        for sample in samples:
+            if sample.shape[-1] > 1:
+                every.append(next(left))
+            else:
+                every.append(np.broadcast_to(sample[..., None, :], (*lead, 1)))
+        return statistic(*every, axis=axis)
+
+    # Of resamples at once: 160 MB a copy
+    batch = max(1, 20_000_000 // sum(sample.size for sample in several))
+    found = bootstrap(
+        several,
+        of_all,
+        n_resamples=RESAMPLES,
+        batch=batch,
+        vectorized=True,
+        method="percentile",
+        axis=-1,
+        rng=0,
+    )
     return found.confidence_interval.low, found.confidence_interval.high
 
 
@@ -70,18 +93,30 @@ def aggregate(scores, center):
 
 def difference(scores, others, center):
     """(value, low, high) of the center of scores less that of others."""
+
     def statistic(*samples, axis):
-        return pooled(center)(*samples[: len(scores)], axis=axis) - pooled(center)(*samples[len(scores):], axis=axis)
+        center_of = pooled(center)
+        mine = center_of(*samples[: len(scores)], axis=axis)
+        return mine - center_of(*samples[len(scores) :], axis=axis)
+
     return estimate([*scores, *others], statistic)
 
 
 def improvement(scores, others):
-    """(value, low, high) of the probability that a run of scores is better than one of others in the same environment,
-    ties counting half: Mann-Whitney's U by the number of pairs, averaged over the environments."""
+    """Probability that a run of scores is better than one of others -> (value, low, high).
+
+    The two are of the same environment, and ties count half: Mann-Whitney's U by the number of
+    pairs, averaged over the environments.
+    """
+
     def statistic(*samples, axis):
-        pairs = zip(samples[: len(scores)], samples[len(scores):], strict=True)
-        return np.mean([mannwhitneyu(x, y, axis=axis, method="asymptotic").statistic
-                        / (x.shape[axis] * y.shape[axis]) for x, y in pairs], axis=0)
+        pairs = zip(samples[: len(scores)], samples[len(scores) :], strict=True)
+        shares = []
+        for x, y in pairs:
+            u = mannwhitneyu(x, y, axis=axis, method="asymptotic").statistic
+            shares.append(u / (x.shape[axis] * y.shape[axis]))
+        return np.mean(shares, axis=0)
+
     return estimate([*scores, *others], statistic)
 
 

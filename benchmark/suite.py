@@ -1,12 +1,15 @@
-"""Suites: TOML files that say which runs there are. A suite has one or more tables like this one; its runs are all
-combinations of env_ids, seeds and variants.
+"""Suites: TOML files that say which runs there are.
+
+A suite has one or more tables like this one; its runs are all combinations of env_ids, seeds and
+variants.
 
     [[runs]]
-    script = "ppo_continuous_action"          # of this repository, or a path from the suite's folder: "my_ppo.py"
+    # A script of this repository, or a path from the suite's folder: "my_ppo.py"
+    script = "ppo_continuous_action"
     env_ids = ["HalfCheetah-v5", "Hopper-v5"]
     seeds = 5                                 # 1 to 5; or a list: [1, 2, 7]
     flags = { total_timesteps = 1000000 }     # names as in Args: --anneal-lr is anneal_lr
-    [runs.variants]                           # optional: a name for each set of flags, which come on top of the others
+    [runs.variants]           # optional: a name for each set of flags, on top of the others
     default = {}
     no-norm-adv = { norm_adv = false }
 """
@@ -35,7 +38,10 @@ class SuiteError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a script. name: of its folder; script: absolute path; args: all flags, as config.json has them."""
+    """One run of a script.
+
+    name: of its folder; script: absolute path; args: all flags, as config.json has them.
+    """
 
     name: str
     script: str
@@ -53,31 +59,46 @@ def read_suite(path):
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SuiteError(f"can't read the suite {path}: {error}") from None
     runs = tables.get("runs")
-    if set(tables) != {"runs"} or not (isinstance(runs, list) and runs and all(isinstance(x, dict) for x in runs)):
-        raise SuiteError(f"{path} must have tables [[runs]] and nothing else, but has {', '.join(tables) or 'nothing'}")
+    are_tables = isinstance(runs, list) and runs and all(isinstance(x, dict) for x in runs)
+    if set(tables) != {"runs"} or not are_tables:
+        found = ", ".join(tables) or "nothing"
+        raise SuiteError(f"{path} must have tables [[runs]] and nothing else, but has {found}")
     runs = [run for table in tables["runs"] for run in expand(table, path)]
     names = [run.name for run in runs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise SuiteError(f"{path} has {', '.join(twice)} more than once: give one of them a variant of another name")
+        raise SuiteError(
+            f"{path} has {', '.join(twice)} more than once: give one of them a variant of another "
+            "name"
+        )
     places = {Path(run.script).stem: run.script for run in runs}
-    if same := next((run.script for run in runs if places[Path(run.script).stem] != run.script), None):
-        raise SuiteError(f"{path} has two scripts {Path(same).name}, which a report takes for one: rename one")
+    for run in runs:
+        script = Path(run.script)
+        if places[script.stem] != run.script:
+            raise SuiteError(
+                f"{path} has two scripts {script.name}, which a report takes for one: rename one"
+            )
     return runs
 
 
 def expand(table, path):
     """The runs of one table [[runs]]. Raises SuiteError."""
     if unknown := set(table) - set(KEYS):
-        raise SuiteError(f"{path} has the unknown key {', '.join(sorted(unknown))}: known are {', '.join(KEYS)}")
+        raise SuiteError(
+            f"{path} has the unknown key {', '.join(sorted(unknown))}: known are {', '.join(KEYS)}"
+        )
     for key in ("script", "env_ids", "seeds"):
         if key not in table:
             raise SuiteError(f"{path} has a table [[runs]] without {key}")
     for key, value in table.items():
         if not isinstance(value, KEYS[key]) or isinstance(value, bool):
-            raise SuiteError(f"{path}: {key} = {value!r} is of the wrong type; see `python -m benchmark.sweep --help`")
+            advice = "see `python -m benchmark.sweep --help`"
+            raise SuiteError(f"{path}: {key} = {value!r} is of the wrong type; {advice}")
     script, module = load_script(table["script"], path)
-    seeds = table["seeds"] if isinstance(table["seeds"], list) else list(range(1, table["seeds"] + 1))
-    if not all(type(seed) is int and seed >= 0 for seed in seeds) or not all(type(x) is str for x in table["env_ids"]):
+    seeds = table["seeds"]
+    if isinstance(seeds, int):
+        seeds = list(range(1, seeds + 1))
+    whole = all(type(seed) is int and seed >= 0 for seed in seeds)
+    if not whole or not all(type(env_id) is str for env_id in table["env_ids"]):
         raise SuiteError(f"{path} must have whole numbers from 0 as seeds, and strings as env_ids")
     if not (seeds and table["env_ids"] and table.get("variants", True)):
         raise SuiteError(f"{path} has a table [[runs]] with no seeds, no env_ids or no variants")
@@ -92,30 +113,43 @@ def expand(table, path):
                 name = f"{env_id}__{Path(script).stem}{'__' * bool(variant)}{variant}__{seed}"
                 name = name.replace("/", "-").replace(":", "-")
                 if name.startswith("-") or len(name.encode()) > 200:
-                    raise SuiteError(f"{path}: {name[:50]} begins with - or is too long to name a run's folder")
+                    raise SuiteError(
+                        f"{path}: {name[:50]} begins with - or is too long to name a run's folder"
+                    )
                 own_flags = {"env_id": env_id, "seed": seed, "run_name": name}
-                runs.append(Run(name, script, env_id, seed, variant, words_of(own_flags | flags), args | own_flags))
+                words = words_of(own_flags | flags)
+                runs.append(Run(name, script, env_id, seed, variant, words, args | own_flags))
     return runs
 
 
 def load_script(name, suite_path):
-    """(absolute path, module) of a script, by its path from the suite's folder, or of this repository by its name."""
+    """(absolute path, module) of a script.
+
+    It is named by its path from the suite's folder, or, of this repository, by its name.
+    """
     places = [suite_path.parent / name, ROOT / name, ROOT / f"{name}.py"]
-    script = next((place.resolve() for place in places if place.is_file() and place.suffix == ".py"), None)
+    script = next(
+        (place.resolve() for place in places if place.is_file() and place.suffix == ".py"), None
+    )
     if not script:
         known = ", ".join(sorted(place.stem for place in ROOT.glob("*.py")))
-        raise SuiteError(f"{suite_path}: there is no script {name}; known are {known}, or give the path of one")
+        raise SuiteError(
+            f"{suite_path}: there is no script {name}; known are {known}, or give the path of one"
+        )
     spec = importlib.util.spec_from_file_location(f"suite_{script.stem}", script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look themselves up there
-    sys.path.insert(0, str(script.parent))  # as Python does for a script, which may import its neighbours
+    # As Python does for a script, which may import its neighbours
+    sys.path.insert(0, str(script.parent))
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # it may be anybody's script
-        raise SuiteError(f"{suite_path}: can't import {script}: {type(error).__name__} {error}") from None
+        what = f"{type(error).__name__} {error}"
+        raise SuiteError(f"{suite_path}: can't import {script}: {what}") from None
     finally:
         sys.path.pop(0)
-    if not (is_dataclass(getattr(module, "Args", None)) and callable(getattr(module, "parse_args", None))):
+    has_args = is_dataclass(getattr(module, "Args", None))
+    if not has_args or not callable(getattr(module, "parse_args", None)):
         raise SuiteError(f"{suite_path}: {script} has no dataclass Args and no function parse_args")
     return str(script), module
 
@@ -124,26 +158,34 @@ def words_of(flags):
     """Flags by their names in Args -> the words of a command line."""
     words = []
     for name, value in flags.items():
-        words += [f"--{'no-' * (value is False)}{name}".replace("_", "-")]
-        words += [] if isinstance(value, bool) else map(str, value if isinstance(value, list) else [value])
+        words.append(f"--{'no-' * (value is False)}{name}".replace("_", "-"))
+        if not isinstance(value, bool):
+            words += map(str, value if isinstance(value, list) else [value])
     return tuple(words)
 
 
 def parse(module, flags, path):
-    """All flags that the script makes of these, as config.json has them; the script itself says what is wrong."""
+    """All flags that the script makes of these, as config.json has them.
+
+    The script itself says what is wrong.
+    """
     known = [field.name for field in fields(module.Args)]
     if wrong := [name for name in flags if name not in known or name in OWN_FLAGS]:
-        raise SuiteError(f"{path}: {', '.join(wrong)} is no flag of {Path(module.__file__).name} that a suite may set")
-    argv, stderr = sys.argv, io.StringIO()
+        flag = f"{', '.join(wrong)} is no flag of {Path(module.__file__).name}"
+        raise SuiteError(f"{path}: {flag} that a suite may set")
+    argv = sys.argv
+    stderr = io.StringIO()
     try:
         sys.argv = [module.__file__, *words_of(flags)]
         with contextlib.redirect_stderr(stderr):
             args, _ = module.parse_args()
         args = asdict(args)
     except Exception as error:
-        raise SuiteError(f"{path}: parse_args of {Path(module.__file__).name} ends with {error!r}") from None
+        script = Path(module.__file__).name
+        raise SuiteError(f"{path}: parse_args of {script} ends with {error!r}") from None
     except SystemExit:
-        said = " ".join(re.sub(r"[^\x20-\x7e]", " ", stderr.getvalue()).split())  # without the frame that tyro draws
+        # Without the frame that tyro draws
+        said = " ".join(re.sub(r"[^\x20-\x7e]", " ", stderr.getvalue()).split())
         raise SuiteError(f"{path}: {' '.join(words_of(flags))}: {said}") from None
     finally:
         sys.argv = argv

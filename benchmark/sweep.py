@@ -1,13 +1,15 @@
-"""Runs a suite: every run in a process of its own, here, in containers or on a cluster, until all are finished.
+"""Runs a suite: every run in a process of its own, here, in containers or on a cluster.
 
     python -m benchmark.sweep SUITE [--runs DIR] [--workers N] [--cpus-per-run N] [--gpus-per-run N]
     python -m benchmark.sweep SUITE --backend docker|slurm|ray
     python -m benchmark.sweep benchmark/suites/smoke.toml --dry-run
 
-SUITE is a file, or a name under benchmark/suites/ (its format: see benchmark/suite.py). DIR (sweeps/SUITE without
---runs) gets runs/NAME, a run's folder, logs/NAME.log, what it printed, and jobs/NAME.json, its state, which
-`python -m benchmark.status DIR` shows at any time. Started again, a sweep skips what is finished and resumes what is
-not from its checkpoints. Ctrl-C and SIGTERM let the runs write theirs. The exit code is 1 if a run has failed.
+It ends when all are finished. SUITE is a file, or a name under benchmark/suites/ (its format: see
+benchmark/suite.py). DIR (sweeps/SUITE without --runs) gets runs/NAME, a run's folder,
+logs/NAME.log, what it printed, and jobs/NAME.json, its state, which `python -m benchmark.status
+DIR` shows at any time. Started again, a sweep skips what is finished and resumes what is not from
+its checkpoints. Ctrl-C and SIGTERM let the runs write theirs. The exit code is 1 if a run has
+failed.
 """
 
 import argparse
@@ -43,12 +45,20 @@ from benchmark.worker import (
 
 POLL_S = 0.5  # s between two looks at the runs
 SILENT_S = 120  # s without a word after which the table says so
-PAUSE_S, MISSES = 10, 5  # s until the next start after a worker that didn't come up, and how many in a row are too many
+PAUSE_S = 10  # s until the next start after a worker that didn't come up
+MISSES = 5  # so many in a row that didn't come up are too many
 STATES = ("running", "waiting", "failed", "finished")
 ENDS = STATES[2:]
 # Flags that not all backends have
-ONLY = {"image": ("docker",), "memory_per_run": ("docker", "slurm", "ray"), "partition": ("slurm",),
-        "account": ("slurm",), "time": ("slurm",), "engine_args": ("docker", "slurm"), "ray_address": ("ray",)}
+ONLY = {
+    "image": ("docker",),
+    "memory_per_run": ("docker", "slurm", "ray"),
+    "partition": ("slurm",),
+    "account": ("slurm",),
+    "time": ("slurm",),
+    "engine_args": ("docker", "slurm"),
+    "ray_address": ("ray",),
+}
 
 
 def refuse(message):
@@ -58,30 +68,45 @@ def refuse(message):
 
 
 class Sweep:
-    """The runs of a suite in a folder, and the engine that they run on. jobs: {name: as read_job returns it}; given:
-    {name: its mark() when the engine got it} of those that the engine has."""
+    """The runs of a suite in a folder, and the engine that they run on.
+
+    jobs: {name: as read_job returns it}; given: {name: its mark() when the engine got it} of those
+    that the engine has.
+    """
 
     def __init__(self, folder, runs, engine, retries):
-        self.dir, self.runs, self.engine, self.retries = folder, runs, engine, retries
+        self.dir = folder
+        self.runs = runs
+        self.engine = engine
+        self.retries = retries
         self.jobs = {name: read_job(folder, name) for name in runs}
-        self.given, self.cancelled, self.stopping = {}, set(), None
-        self.misses, self.pause_end, self.say = 0, 0.0, lambda line: print(line, flush=True)
+        self.given = {}
+        self.cancelled = set()
+        self.stopping = None
+        self.misses = 0
+        self.pause_end = 0.0
+        self.say = lambda line: print(line, flush=True)
 
     def held(self, name):
         return held(self.dir / "jobs" / f"{name}.lock")
 
     def mark(self, name):
-        """(time of a run's last attempt, size of its log): where neither has grown, no worker has come up since."""
+        """(time of a run's last attempt, size of its log).
+
+        Where neither has grown, no worker has come up since.
+        """
         log = self.dir / "logs" / f"{name}.log"
         return self.jobs[name]["started"], log.stat().st_size if log.exists() else 0
 
     def begin(self):
-        """Runs that failed before, were left by a sweep that was killed, or were removed, are to be tried again."""
+        """Sets runs that failed, were left by a killed sweep or were removed to be tried again."""
         running = self.engine.running()
         marks = {name: self.mark(name) for name in running if name in self.jobs}
-        # Of a run that an earlier sweep started the worker has come up already, whatever it does next
-        self.given = {name: (0.0, size) if self.jobs[name]["state"] == "running" else (started, size)
-                      for name, (started, size) in marks.items()}
+        # Of a run that an earlier sweep started the worker has come up, whatever it does next
+        self.given = {
+            name: (0.0, size) if self.jobs[name]["state"] == "running" else (started, size)
+            for name, (started, size) in marks.items()
+        }
         for name, job in self.jobs.items():
             done = job["state"] == "finished" and read_result(self.dir / "runs" / name) is not None
             if not done and name not in running and not self.held(name):
@@ -127,32 +152,47 @@ class Sweep:
             elif self.engine.stops_are_final and (started > mark[0] or size == mark[1]):
                 self.cancelled.add(name)
             elif started == mark[0]:  # not even the worker came up, which is not the run's failure
-                self.misses, self.pause_end = self.misses + 1, time.time() + PAUSE_S
+                self.misses += 1
+                self.pause_end = time.time() + PAUSE_S
                 job["error"] = last_line(log) or "its worker said nothing"
                 if self.misses >= MISSES:
-                    raise EngineError(f"the last {MISSES} workers didn't come up, {name}'s with: {job['error']}: mend "
-                                      "that, then the same command goes on")
-        state = "cancelled" if name in self.cancelled else job["state"] if job["state"] in ENDS else "to be resumed"
+                    raise EngineError(
+                        f"the last {MISSES} workers didn't come up, {name}'s with: {job['error']}: "
+                        "mend that, then the same command goes on"
+                    )
+        state = job["state"] if job["state"] in ENDS else "to be resumed"
+        state = "cancelled" if name in self.cancelled else state
         self.say(f"{state}: {name} {job['error']}".rstrip())
 
+    def unfinished(self):
+        """Names of the runs that are neither at their ends nor cancelled."""
+        left = [name for name, job in self.jobs.items() if job["state"] not in ENDS]
+        return [name for name in left if name not in self.cancelled]
+
     def run(self):
-        """Runs all to their ends, or to a signal; returns the exit code. Raises EngineError, after a stop."""
+        """Runs all to their ends, or to a signal; returns the exit code.
+
+        Raises EngineError, after a stop.
+        """
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, lambda signum, _: setattr(self, "stopping", signum))
         terminal = sys.stdout.isatty()
-        live = Live(console=Console(), auto_refresh=False, transient=True) if terminal else contextlib.nullcontext()
-        self.say = (lambda line: None) if terminal else self.say
-        shown, broken = 0.0, None
+        live = contextlib.nullcontext()
+        if terminal:
+            live = Live(console=Console(), auto_refresh=False, transient=True)
+            self.say = lambda line: None
+        shown = 0.0
+        broken = None
         with live:
-            while not self.stopping and any(job["state"] not in ENDS and name not in self.cancelled
-                                            for name, job in self.jobs.items()):
+            while not self.stopping and self.unfinished():
                 try:
                     self.poll()
                     if terminal:
                         live.update(make_table(self.dir, self.jobs), refresh=True)
                     elif time.time() - shown > 30:
                         shown = time.time()
-                        self.say("\n".join([summary(self.jobs), *progress_lines(self.dir, self.jobs)]))
+                        lines = [summary(self.jobs), *progress_lines(self.dir, self.jobs)]
+                        self.say("\n".join(lines))
                 except EngineError as error:
                     broken = error
                     break
@@ -174,13 +214,17 @@ class Sweep:
 
 
 def changed_flags(folder, runs):
-    """(path, names) of the first run that is there already and was made with other flags; None if there is none."""
+    """(path, names) of the first run that is there already and was made with other flags.
+
+    It is None if there is none.
+    """
     for run in runs:
         path = folder / "runs" / run.name / "config.json"
         made = read_json(path).get("args")
         if not isinstance(made, dict):
             continue  # not begun, or killed while it was written: the run starts again
-        names = [k for k, x in run.args.items() if made.get(k, x) != x and k not in ("num_threads", "resume")]
+        names = [name for name, x in run.args.items() if made.get(name, x) != x]
+        names = [name for name in names if name not in ("num_threads", "resume")]
         if names:
             return path.parent, ", ".join(names)
 
@@ -195,24 +239,34 @@ def progress_lines(folder, jobs, most=20):
     """What the runs that run have printed last, a line each."""
     names = [name for name, job in jobs.items() if job["state"] == "running"][:most]
     progress = [(name, read_progress(folder / "logs" / f"{name}.log")) for name in names]
-    return [f"  {name}: {p['step']}/{p['steps']}, {p['speed']}, {p['eta']} left, return {p['return'] or '-'}"
-            for name, p in progress if p]
+    lines = []
+    for name, p in progress:
+        if p:
+            steps = f"{p['step']}/{p['steps']}, {p['speed']}, {p['eta']} left"
+            lines.append(f"  {name}: {steps}, return {p['return'] or '-'}")
+    return lines
 
 
 def make_table(folder, jobs, most=40):
     """The jobs of a sweep as a table, those that run first, no more than most of them."""
     table = Table(title=summary(jobs))
     for title in ("run", "state", "steps", "speed", "ETA", "return", "note"):
-        table.add_column(title, overflow="fold", min_width=min(30, max(map(len, jobs))) if title == "run" else None)
+        min_width = min(30, max(map(len, jobs))) if title == "run" else None
+        table.add_column(title, overflow="fold", min_width=min_width)
     order = {state: i for i, state in enumerate(STATES)}
     for name, job in sorted(jobs.items(), key=lambda item: order.get(item[1]["state"], 1))[:most]:
-        progress, result = read_progress(folder / "logs" / f"{name}.log"), read_result(folder / "runs" / name)
-        speed, eta, note = "", "", job["error"]
+        progress = read_progress(folder / "logs" / f"{name}.log")
+        result = read_result(folder / "runs" / name)
+        speed = ""
+        eta = ""
+        note = job["error"]
         if job["state"] == "running":
-            speed, eta = progress.get("speed", ""), progress.get("eta", "")
+            speed = progress.get("speed", "")
+            eta = progress.get("eta", "")
             silent_s = time.time() - max(job["started"], last_written(folder, name))
             notes = [f"attempt {job['failures'] + 1}"] if job["failures"] else []
-            notes += [f"silent for {silent_s / 60:.0f} min, {job['place']}"] if silent_s > SILENT_S else []
+            if silent_s > SILENT_S:
+                notes.append(f"silent for {silent_s / 60:.0f} min, {job['place']}")
             note = ", ".join(notes)
         value = progress.get("return") or "" if result is None else f"{result:.1f}"
         steps = f"{progress['step']}/{progress['steps']}" if progress else ""
@@ -223,33 +277,73 @@ def make_table(folder, jobs, most=40):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("suite", help="a suite's file, or its name under benchmark/suites/")
     parser.add_argument("--runs", help="folder of the sweep (default sweeps/SUITE)")
-    parser.add_argument("--backend", choices=list(ENGINES), default="local", help="where the runs run (default local)")
-    parser.add_argument("--workers", type=int, help="runs at a time (default: as many as there is room for)")
-    parser.add_argument("--cpus-per-run", type=int, default=1, help="cores of a run, and its threads (default 1)")
-    parser.add_argument("--gpus-per-run", type=float, default=0,
-                        help="GPUs of a run; 0.25: up to four share one (default 0)")
+    parser.add_argument(
+        "--backend",
+        choices=list(ENGINES),
+        default="local",
+        help="where the runs run (default local)",
+    )
+    parser.add_argument(
+        "--workers", type=int, help="runs at a time (default: as many as there is room for)"
+    )
+    parser.add_argument(
+        "--cpus-per-run", type=int, default=1, help="cores of a run, and its threads (default 1)"
+    )
+    parser.add_argument(
+        "--gpus-per-run",
+        type=float,
+        default=0,
+        help="GPUs of a run; 0.25: up to four share one (default 0)",
+    )
     parser.add_argument("--memory-per-run", help="docker, slurm, ray: a run's memory, such as 8G")
     parser.add_argument("--image", help="docker: the image (default plainrl)")
     parser.add_argument("--partition", help="slurm: the partition")
     parser.add_argument("--account", help="slurm: the account")
-    parser.add_argument("--time", help="slurm: time limit of a job, after which the run goes on in another")
-    parser.add_argument("--ray-address", help="ray: the cluster's address (default: a cluster of this machine alone)")
-    parser.add_argument("--engine-arg", dest="engine_args", action="append", metavar="WORD", default=[],
-                        help="docker, slurm: one more word for docker run or sbatch: --engine-arg=--constraint=a100")
-    parser.add_argument("--retries", type=int, default=1, help="how often a failed run is resumed (default 1)")
-    parser.add_argument("--stall-minutes", type=float, default=30,
-                        help="a run that writes nothing for so long counts as failed (default 30)")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands, and start nothing")
+    parser.add_argument(
+        "--time", help="slurm: time limit of a job, after which the run goes on in another"
+    )
+    parser.add_argument(
+        "--ray-address",
+        help="ray: the cluster's address (default: a cluster of this machine alone)",
+    )
+    parser.add_argument(
+        "--engine-arg",
+        dest="engine_args",
+        action="append",
+        metavar="WORD",
+        default=[],
+        help=(
+            "docker, slurm: one more word for docker run or sbatch: --engine-arg=--constraint=a100"
+        ),
+    )
+    parser.add_argument(
+        "--retries", type=int, default=1, help="how often a failed run is resumed (default 1)"
+    )
+    parser.add_argument(
+        "--stall-minutes",
+        type=float,
+        default=30,
+        help="a run that writes nothing for so long counts as failed (default 30)",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the commands, and start nothing"
+    )
     args = parser.parse_args()
     for name, backends in ONLY.items():
         if getattr(args, name) and args.backend not in backends:
             flag = "engine-arg" if name == "engine_args" else name.replace("_", "-")
             refuse(f"--{flag} is for --backend {' or '.join(backends)}")
-    if args.cpus_per_run < 1 or not args.stall_minutes > 0 or args.retries < 0 or not 0 <= args.gpus_per_run < 1e6:
-        refuse("--cpus-per-run and --stall-minutes must be above 0, --gpus-per-run and --retries from 0")
+    positive = args.cpus_per_run >= 1 and args.stall_minutes > 0
+    if not positive or args.retries < 0 or not 0 <= args.gpus_per_run < 1e6:
+        refuse(
+            "--cpus-per-run and --stall-minutes must be above 0, --gpus-per-run and --retries "
+            "from 0"
+        )
     if args.workers is not None and args.workers < 1:
         refuse("--workers must be above 0")
     if args.gpus_per_run > 1 and args.gpus_per_run % 1:
@@ -274,7 +368,8 @@ def main():
         sweep = Sweep(folder, runs, engine, args.retries)
         if args.dry_run:
             for name, run in runs.items():
-                print(sweep.jobs[name]["state"], shlex.join([sys.executable, run["script"], *run["words"]]))
+                command = shlex.join([sys.executable, run["script"], *run["words"]])
+                print(sweep.jobs[name]["state"], command)
             print(f"the worker that looks after a run:\n{engine.preview(list(runs))}")
             return
         for name in ("", "jobs", "logs", "runs"):
@@ -282,17 +377,24 @@ def main():
         lock = hold(folder / "lock")
         if not lock:
             holder = (folder / "lock").read_text()
-            refuse(f"{folder} is held by another sweep, {holder}: wait for its end, or choose another --runs")
+            advice = "wait for its end, or choose another --runs"
+            refuse(f"{folder} is held by another sweep, {holder}: {advice}")
         if changed := changed_flags(folder, suite):
-            refuse(f"{changed[0]} was made with another {changed[1]}: choose another --runs, or remove it")
+            advice = "choose another --runs, or remove it"
+            refuse(f"{changed[0]} was made with another {changed[1]}: {advice}")
         lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {os.uname().nodename} since {time.strftime('%Y-%m-%d %H:%M')}")
+        since = time.strftime("%Y-%m-%d %H:%M")
+        lock.write(f"process {os.getpid()} on {os.uname().nodename} since {since}")
         lock.flush()
         engine.open()
-        write_json(folder / "sweep.json", {"retries": args.retries, "stall_minutes": args.stall_minutes, "runs": runs})
+        plan = {"retries": args.retries, "stall_minutes": args.stall_minutes, "runs": runs}
+        write_json(folder / "sweep.json", plan)
         sweep.begin()
         if args.backend != "slurm" and (jobs := " ".join(read_json(folder / "slurm.json"))):
-            print(f"Slurm's jobs {jobs} were submitted for this folder, too: `scancel {jobs}` takes back what waits")
+            print(
+                f"Slurm's jobs {jobs} were submitted for this folder, too: `scancel {jobs}` takes "
+                "back what waits"
+            )
         print(f"{len(runs)} runs, {engine}, in {folder}: {summary(sweep.jobs)}", flush=True)
         sys.exit(sweep.run())
     except (SuiteError, EngineError) as error:

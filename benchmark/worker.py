@@ -1,10 +1,11 @@
-"""Runs one run of a sweep to its end: begins or resumes it, looks after it, retries it, takes note of its state.
+"""Runs one run of a sweep to its end: begins or resumes it, looks after it, retries it.
 
     python -m benchmark.worker DIR NAME --threads N
 
-benchmark.sweep starts one for each run, on this machine, in a container or on a node of a cluster; all of them see the
-sweep's folder DIR. What there is to run stands in DIR/sweep.json, what became of it in DIR/jobs/NAME.json. Only the
-standard library is needed. Exit codes: 0 finished, 1 failed, 75 held by another worker, 143 stopped, to be resumed.
+benchmark.sweep starts one for each run, on this machine, in a container or on a node of a cluster;
+all of them see the sweep's folder DIR. What there is to run stands in DIR/sweep.json, what became
+of it in DIR/jobs/NAME.json. Only the standard library is needed. Exit codes: 0 finished, 1 failed,
+75 held by another worker, 143 stopped, to be resumed.
 """
 
 import argparse
@@ -19,10 +20,12 @@ import sys
 import time
 from pathlib import Path
 
-# A script's line where its output is no terminal: "  3%|3  | 2048/65536 [00:03<01:31, 690.55 steps/s, return -7.9]"
+# A script's line where its output is no terminal:
+# "  3%|3  | 2048/65536 [00:03<01:31, 690.55 steps/s, return -7.9]"
 PROGRESS = re.compile(r"\| (\d+)/(\d+) \[[^<]*<([^,]*), *([^,\]]+)(?:, return ([^\]]+))?\]")
 POLL_S = 0.5  # s between two looks at the run
-STOP_S, STALLED_S = 60, 5  # s until a run that was asked to stop is killed, and until a stalled one, likely deaf, is
+STOP_S = 60  # s until a run that was asked to stop is killed
+STALLED_S = 5  # the same of one that has stalled, and is likely deaf
 HELD = 75  # exit code where another worker has the run: EX_TEMPFAIL of sysexits.h
 
 
@@ -37,7 +40,8 @@ def read_json(path):
 
 def write_json(path, value):
     """Writes a file that is whole at any time."""
-    part = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")  # many machines may write it
+    # Many machines may write it
+    part = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
     part.write_text(json.dumps(value, indent=1))
     part.replace(path)
 
@@ -52,12 +56,19 @@ def read_result(run_dir):
 
 
 def read_job(folder, name):
-    """What is known of a run: "state" (waiting, running, failed, finished), "failures" (attempts that ended badly
-    without getting further), "error" (what was said at the last of them), "started" (Unix time of the last attempt),
-    "place" (host, process), "step" (the furthest that an attempt got that ended badly)."""
+    """What is known of a run.
+
+    "state" (waiting, running, failed, finished), "failures" (attempts that ended badly without
+    getting further), "error" (what was said at the last of them), "started" (Unix time of the last
+    attempt), "place" (host, process), "step" (the furthest that an attempt got that ended badly).
+    """
     job = {"state": "waiting", "failures": 0, "error": "", "started": 0.0, "place": "", "step": 0}
     job |= read_json(folder / "jobs" / f"{name}.json")
-    return job if read_result(folder / "runs" / name) is None else job | {"state": "finished", "error": ""}
+    return (
+        job
+        if read_result(folder / "runs" / name) is None
+        else job | {"state": "finished", "error": ""}
+    )
 
 
 def write_job(folder, name, job):
@@ -74,30 +85,50 @@ def tail(path, size=4096):
 
 
 def last_line(path):
-    """What a log says last, but for docker's advice after its errors, 300 characters of it; "" if nothing."""
-    lines = ["".join(c for c in line if c.isprintable()).strip() for line in tail(path)]
-    return next((line[-300:] for line in reversed(lines) if line and not line.startswith("Run 'docker ")), "")
+    """What a log says last, 300 characters of it; "" if nothing.
+
+    Docker's advice after its errors doesn't count.
+    """
+    for line in reversed(tail(path)):
+        line = "".join(c for c in line if c.isprintable()).strip()
+        if line and not line.startswith("Run 'docker "):
+            return line[-300:]
+    return ""
 
 
 def read_progress(log):
-    """What a run's log says last: {"step", "steps", "eta", "speed", "return"}, strings; {} before the first line."""
-    lines = tail(log, 2**16)  # a stack trace may follow it
-    found = next((match for line in reversed(lines) if (match := PROGRESS.search(line))), None)
-    return dict(zip(("step", "steps", "eta", "speed", "return"), found.groups())) if found else {}
+    """What a run's log says last: {"step", "steps", "eta", "speed", "return"}, strings.
+
+    It is {} before the first line.
+    """
+    for line in reversed(tail(log, 2**16)):  # a stack trace may follow it
+        if found := PROGRESS.search(line):
+            return dict(zip(("step", "steps", "eta", "speed", "return"), found.groups()))
+    return {}
 
 
 def count_failure(folder, name, job, error, lost=False):
-    """The job of a run after an attempt that ended badly. Where it got further than all before it, the failures begin
-    anew, so that a long run may have many troubles, but not one of them again and again; lost: its worker is gone
-    without a word, which is then no failure at all."""
+    """The job of a run after an attempt that ended badly.
+
+    Where it got further than all before it, the failures are counted from 0 again, so that a long
+    run may have many troubles, but not one of them again and again. lost: its worker is gone
+    without a word, which is then no failure at all.
+    """
     step = int(read_progress(folder / "logs" / f"{name}.log").get("step", 0))
     failures = (0 if lost else 1) if step > job["step"] else job["failures"] + 1
-    return job | {"state": "waiting", "failures": failures, "error": error if failures else "",
-                  "step": max(step, job["step"])}
+    return job | {
+        "state": "waiting",
+        "failures": failures,
+        "error": error if failures else "",
+        "step": max(step, job["step"]),
+    }
 
 
 def hold(path):
-    """An open file with its lock, or None if another process has it, on this machine or another that sees the file."""
+    """An open file with its lock, or None if another process has it.
+
+    That may be on another machine that sees the file.
+    """
     file = open(path, "a+")
     for _ in range(3):  # held(path) has it for a moment
         try:
@@ -106,8 +137,9 @@ def hold(path):
         except BlockingIOError:
             time.sleep(0.1)
         except OSError as error:
-            print(f"{path}: this file system has no locks ({error.strerror}): see to it that only one sweep runs there",
-                  file=sys.stderr)
+            advice = "see to it that only one sweep runs there"
+            message = f"{path}: this file system has no locks ({error.strerror}): {advice}"
+            print(message, file=sys.stderr)
             return file
     file.close()
     return None
@@ -119,12 +151,16 @@ def held(path):
         with open(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        return isinstance(error, BlockingIOError)  # else there is no such file, or there are no locks
+        # Else there is no such file, or there are no locks
+        return isinstance(error, BlockingIOError)
     return False
 
 
 def die_with_parent(signum=signal.SIGTERM):
-    """Linux: this process gets a signal when its parent ends, so that nothing that was killed leaves orphans."""
+    """Linux: this process gets a signal when its parent ends.
+
+    So nothing that was killed leaves orphans.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signum)  # PR_SET_PDEATHSIG
 
@@ -136,13 +172,22 @@ def last_written(folder, name):
 
 
 class Worker:
-    """A run and what is done about it. run: its entry in sweep.json; lock: held as long as any process of it lives."""
+    """A run and what is done about it.
+
+    run: its entry in sweep.json; lock: held as long as any process of it lives.
+    """
 
     def __init__(self, folder, name, sweep, lock):
-        self.folder, self.name, self.lock = folder, name, lock
-        self.run, self.retries, self.stall_s = sweep["runs"][name], sweep["retries"], 60 * sweep["stall_minutes"]
-        self.dir, self.log = folder / "runs" / name, folder / "logs" / f"{name}.log"
-        self.job, self.signals = read_job(folder, name), []
+        self.folder = folder
+        self.name = name
+        self.lock = lock
+        self.run = sweep["runs"][name]
+        self.retries = sweep["retries"]
+        self.stall_s = 60 * sweep["stall_minutes"]
+        self.dir = folder / "runs" / name
+        self.log = folder / "logs" / f"{name}.log"
+        self.job = read_job(folder, name)
+        self.signals = []
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(signum, lambda signum, _: self.signals.append(signum))
 
@@ -154,15 +199,28 @@ class Worker:
             print(f"can't write the state of {self.name}: {error}", file=sys.stderr)
 
     def attempt(self):
-        """Begins the run or goes on with it, waits for its end; returns its exit code and what is to be said of it."""
+        """Begins the run or goes on with it, waits for its end.
+
+        Returns its exit code and what is to be said of it.
+        """
         checkpoint = self.dir / "checkpoint.pt"
         words = ["--resume", f"runs/{self.name}"] if checkpoint.exists() else self.run["words"]
         with open(self.log, "a") as log:
             process = subprocess.Popen(
-                [sys.executable, self.run["script"], *words], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, start_new_session=True, pass_fds=[self.lock.fileno()],
-                preexec_fn=lambda: die_with_parent(signal.SIGKILL))  # by then nobody is there to see whether it hangs
-        said, kill_at, written, silent_s = "", None, 0.0, 0.0  # silent_s grows only while this process itself runs
+                [sys.executable, self.run["script"], *words],
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=[self.lock.fileno()],
+                # By then nobody is there to see whether it hangs
+                preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+            )
+        said = ""
+        kill_at = None
+        written = 0.0
+        silent_s = 0.0  # grows only while this process itself runs
         while process.poll() is None:
             before, written = written, last_written(self.folder, self.name)
             silent_s = silent_s + POLL_S if written == before else 0.0
@@ -171,7 +229,8 @@ class Worker:
                 kill_at = time.time() + (STOP_S if self.signals else STALLED_S)
                 process.terminate()
                 if self.signals:
-                    self.note(state="waiting")  # already now: whoever stops it may soon kill this process, too
+                    # Already now: whoever stops it may soon kill this process, too
+                    self.note(state="waiting")
             elif kill_at and time.time() > kill_at:
                 process.kill()
             time.sleep(POLL_S)
@@ -179,15 +238,20 @@ class Worker:
         return process.returncode, f"{said} (exit code {process.returncode})"
 
     def work(self):
-        """Attempts until the run is finished, has failed too often, or is to stop; returns this process's exit code."""
+        """Attempts until the run is finished, has failed too often, or is to stop.
+
+        Returns this process's exit code.
+        """
         code = None
         if self.job["state"] == "running":  # by another, who is gone
-            self.note(**count_failure(self.folder, self.name, self.job, f"lost by {self.job['place']}", lost=True))
+            said = f"lost by {self.job['place']}"
+            self.note(**count_failure(self.folder, self.name, self.job, said, lost=True))
         while read_result(self.dir) is None:
             if self.job["failures"] > self.retries or code == 2:  # 2 is bad input, which stays bad
                 self.note(state="failed")
                 return 1
-            self.note(state="running", started=time.time(), place=f"{os.uname().nodename}, process {os.getpid()}")
+            place = f"{os.uname().nodename}, process {os.getpid()}"
+            self.note(state="running", started=time.time(), place=place)
             code, said = self.attempt()
             if read_result(self.dir) is not None and code == 0:
                 break
@@ -200,17 +264,24 @@ class Worker:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dir", type=Path, help="folder of the sweep")
     parser.add_argument("name", help="name of the run")
     parser.add_argument("--threads", required=True, help="threads of the run")
     parser.add_argument("--cores", help="the cores that it is to use: 0,1")
-    parser.add_argument("--env-from-stdin", action="store_true", help="read environment variables, as JSON, from stdin")
+    parser.add_argument(
+        "--env-from-stdin",
+        action="store_true",
+        help="read environment variables, as JSON, from stdin",
+    )
     args = parser.parse_args()
     die_with_parent()
     if args.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, map(int, args.cores.split(",")))
-    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), args.threads)
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    os.environ |= dict.fromkeys(names, args.threads)
     if args.env_from_stdin:
         os.environ |= json.load(sys.stdin)
     sweep = read_json(args.dir / "sweep.json")
@@ -224,7 +295,8 @@ def main():
     worker = Worker(args.dir, args.name, sweep, lock)
     code = worker.work()
     job = os.environ.get("SLURM_ARRAY_JOB_ID")
-    if signal.SIGUSR1 in worker.signals and code and job:  # its time limit is near: another follows; or it says why not
+    # Its time limit is near: another follows; or it says why not
+    if signal.SIGUSR1 in worker.signals and code and job:
         subprocess.run(["scontrol", "requeue", f"{job}_{os.environ['SLURM_ARRAY_TASK_ID']}"])
     sys.exit(code)
 

@@ -1,4 +1,4 @@
-"""What every test has: the scripts on sys.path, one thread, fixed seeds; run_script runs a script in this process."""
+"""What every test has: the scripts on sys.path, one thread, fixed seeds; and helpers for all."""
 
 import random
 import signal
@@ -13,6 +13,22 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
+def leaves(x, name=""):
+    """Nested containers -> {path: value}, a tensor as its type, shape and bytes."""
+    if isinstance(x, torch.Tensor):
+        return {name: (str(x.dtype), tuple(x.shape), x.contiguous().cpu().numpy().tobytes())}
+    if isinstance(x, dict):
+        items = x.items()
+    elif isinstance(x, (list, tuple)):
+        items = enumerate(x)
+    else:
+        return {name: x}
+    found = {}
+    for key, value in items:
+        found |= leaves(value, f"{name}/{key}")
+    return found
+
+
 @pytest.fixture(autouse=True)
 def fixed_seeds():
     torch.set_num_threads(1)
@@ -23,8 +39,10 @@ def fixed_seeds():
 
 @pytest.fixture
 def run_script(monkeypatch, tmp_path):
-    """run_script(path, *flags, code=0): `python path *flags` in an empty folder, which must end with that exit code;
-    returns the module with its variables."""
+    """run_script(path, *flags, code=0): `python path *flags` in an empty folder.
+
+    It must end with that exit code. Returns the module with its variables.
+    """
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.chdir(tmp_path)
 
@@ -48,11 +66,13 @@ def run_script(monkeypatch, tmp_path):
 
 @pytest.fixture
 def refused(monkeypatch, capsys):
-    """refused(module, flags) -> the sentence with which a script's parse_args ends the program, exit code 2."""
+    """refused(module, flags): the sentence with which parse_args ends the program, exit code 2."""
+
     def parse(module, flags):
         monkeypatch.setattr(sys, "argv", [module.__file__, *flags])
         with pytest.raises(SystemExit) as stop:
             module.parse_args()
         assert stop.value.code == 2
         return capsys.readouterr().err
+
     return parse

@@ -1,9 +1,11 @@
-"""benchmark.sweep on real engines, brought up on this machine: `make test-engines`, not part of `make test`.
+"""benchmark.sweep on real engines, brought up on this machine.
 
-Docker: an engine that runs already, else a dockerd of its own (BASE_IMAGE in the environment names another base image).
-Slurm: slurmctld, slurmd and munged of its own; Ray: two nodes on loopback. What is missing of Docker and Slurm is
-installed by apt-get, so that takes root on Debian or Ubuntu. The smoke suite runs on each, something is killed in its
-middle, and every run must end with the result that it has in a sweep that nothing disturbs.
+`make test-engines` runs it, `make test` does not. Docker: an engine that runs already, else a
+dockerd of its own (BASE_IMAGE in the environment names another base image). Slurm: slurmctld,
+slurmd and munged of its own; Ray: two nodes on loopback. What is missing of Docker and Slurm is
+installed by apt-get, so that takes root on Debian or Ubuntu. The smoke suite runs on each,
+something is killed in its middle, and every run must end with the result that it has in a sweep
+that nothing disturbs.
 """
 
 import json
@@ -31,9 +33,14 @@ def install(command, *packages):
     """Installs Debian's packages if they are needed and may be."""
     if not shutil.which(command):
         if os.geteuid() or not shutil.which("apt-get"):
-            pytest.fail(f"there is no {command}, and only root on Debian or Ubuntu can have it installed here")
+            pytest.fail(
+                f"there is no {command}, and only root on Debian or Ubuntu can have it installed "
+                "here"
+            )
         subprocess.run(["apt-get", "-qq", "update"], check=True)
-        subprocess.run(["apt-get", "-qq", "install", "-y", "--no-install-recommends", *packages], check=True)
+        subprocess.run(
+            ["apt-get", "-qq", "install", "-y", "--no-install-recommends", *packages], check=True
+        )
 
 
 def ok(*command, **options):
@@ -43,7 +50,9 @@ def ok(*command, **options):
 
 def start_sweep(suite, folder, *flags):
     command = [sys.executable, "-m", "benchmark.sweep", suite, "--runs", folder, *flags]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def finish(sweep, seconds=900):
@@ -63,20 +72,29 @@ def result(folder, name):
 
 def assert_same_results(folder, whole):
     for name in NAMES:
-        (weights, evaluation), (expected_weights, expected_evaluation) = result(folder, name), result(whole, name)
+        (weights, evaluation), (expected_weights, expected_evaluation) = (
+            result(folder, name),
+            result(whole, name),
+        )
         assert evaluation == expected_evaluation, name
         assert all(torch.equal(x, expected_weights[key]) for key, x in weights.items()), name
 
 
 def run_in_its_middle(folder):
-    """Waits until a run of a sweep has a checkpoint of its training and isn't finished; returns its name."""
+    """Waits until a run of a sweep has a checkpoint of its training and isn't finished.
+
+    Returns its name.
+    """
     found = []
 
     def look():
         for name in NAMES:
             path = folder / "runs" / name / "checkpoint.pt"
-            if (path.exists() and read_job(folder, name)["state"] == "running"
-                    and torch.load(path, weights_only=True)["iteration"] > 0):
+            if (
+                path.exists()
+                and read_job(folder, name)["state"] == "running"
+                and torch.load(path, weights_only=True)["iteration"] > 0
+            ):
                 found.append(name)
         return found
 
@@ -99,11 +117,28 @@ def docker(tmp_path_factory):
     folder, engine = tmp_path_factory.mktemp("docker"), None
     if not ok("docker", "version"):
         os.environ["DOCKER_HOST"] = f"unix://{folder}/socket"
-        engine = subprocess.Popen(["dockerd", "--host", os.environ["DOCKER_HOST"], "--data-root", folder / "data",
-                                   "--exec-root", folder / "exec", "--pidfile", folder / "pid"])
+        engine = subprocess.Popen(
+            [
+                "dockerd",
+                "--host",
+                os.environ["DOCKER_HOST"],
+                "--data-root",
+                folder / "data",
+                "--exec-root",
+                folder / "exec",
+                "--pidfile",
+                folder / "pid",
+            ]
+        )
         wait_for(lambda: ok("docker", "version"))
-    base = ["--build-arg", f"BASE_IMAGE={os.environ['BASE_IMAGE']}"] if "BASE_IMAGE" in os.environ else []
-    subprocess.run(["docker", "build", "--network", "host", "--tag", IMAGE, *base, ROOT], check=True)
+    base = (
+        ["--build-arg", f"BASE_IMAGE={os.environ['BASE_IMAGE']}"]
+        if "BASE_IMAGE" in os.environ
+        else []
+    )
+    subprocess.run(
+        ["docker", "build", "--network", "host", "--tag", IMAGE, *base, ROOT], check=True
+    )
     yield
     if engine:
         engine.terminate()
@@ -153,17 +188,38 @@ def slurm(tmp_path_factory):
     (folder / "key").write_bytes(os.urandom(128))
     (folder / "key").chmod(0o400)
     conf = folder / "slurm.conf"
-    conf.write_text(SLURM_CONF.format(host=host, ports=free_ports(2), folder=folder, cores=os.cpu_count()))
+    conf.write_text(
+        SLURM_CONF.format(host=host, ports=free_ports(2), folder=folder, cores=os.cpu_count())
+    )
     os.environ["SLURM_CONF"] = str(conf)
     for path in (folder, *list(folder.parents)[:-2]):  # munged asks for it
         path.chmod(0o755)
     commands = {
-        "munged": ["munged", "--foreground", "--key-file", folder / "key", "--socket", folder / "munge.socket",
-                   "--pid-file", folder / "munged.pid", "--log-file", folder / "munged.log", "--seed-file",
-                   folder / "seed", "--force"],
-        "slurmctld": ["slurmctld", "-D", "-c"], "slurmd": ["slurmd", "-D"]}
+        "munged": [
+            "munged",
+            "--foreground",
+            "--key-file",
+            folder / "key",
+            "--socket",
+            folder / "munge.socket",
+            "--pid-file",
+            folder / "munged.pid",
+            "--log-file",
+            folder / "munged.log",
+            "--seed-file",
+            folder / "seed",
+            "--force",
+        ],
+        "slurmctld": ["slurmctld", "-D", "-c"],
+        "slurmd": ["slurmd", "-D"],
+    }
     daemons = {name: subprocess.Popen(command) for name, command in commands.items()}
-    wait_for(lambda: "idle" in subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True, text=True).stdout)
+    wait_for(
+        lambda: (
+            "idle"
+            in subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True, text=True).stdout
+        )
+    )
     yield daemons
     for daemon in reversed(daemons.values()):
         daemon.terminate()
@@ -176,6 +232,7 @@ def ray_cluster(monkeypatch):
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     from ray.cluster_utils import Cluster
+
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     yield cluster, cluster.add_node(num_cpus=1)
     cluster.shutdown()
@@ -184,7 +241,9 @@ def ray_cluster(monkeypatch):
 def test_docker_container_killed(docker, whole, tmp_path):
     sweep = start_sweep("smoke", tmp_path, "--backend", "docker", "--image", IMAGE)
     name = run_in_its_middle(tmp_path)
-    container = subprocess.check_output(["docker", "ps", "--quiet", "--filter", f"label=plainrl={name}"], text=True)
+    container = subprocess.check_output(
+        ["docker", "ps", "--quiet", "--filter", f"label=plainrl={name}"], text=True
+    )
     subprocess.run(["docker", "kill", "--signal", "KILL", *container.split()], check=True)
     assert finish(sweep) == 0
     assert_same_results(tmp_path, whole)
@@ -196,16 +255,40 @@ def test_docker_sweep_killed(docker, whole, tmp_path):
     sweep = start_sweep(*flags)
     run_in_its_middle(tmp_path)
     sweep.kill()
-    wait_for(lambda: not subprocess.check_output(["docker", "ps", "--quiet", "--filter", "label=plainrl"]), 100)
+    wait_for(
+        lambda: (
+            not subprocess.check_output(["docker", "ps", "--quiet", "--filter", "label=plainrl"])
+        ),
+        100,
+    )
     assert finish(start_sweep(*flags)) == 0
     assert_same_results(tmp_path, whole)
 
 
 def test_docker_run_and_stop(docker, tmp_path):
-    """As in the README: another user's files, a video without a display, a checkpoint at `docker stop`."""
+    """As in the README.
+
+    Another user's files, a video without a display, a checkpoint at `docker stop`.
+    """
     tmp_path.chmod(0o777)
-    run = ["docker", "run", "--detach", "--user", "1234:1234", "--volume", f"{tmp_path}:/app/runs", IMAGE]
-    script = ["ppo_continuous_action.py", "--env-id", "InvertedPendulum-v5", "--run-name", "x", "--no-compile"]
+    run = [
+        "docker",
+        "run",
+        "--detach",
+        "--user",
+        "1234:1234",
+        "--volume",
+        f"{tmp_path}:/app/runs",
+        IMAGE,
+    ]
+    script = [
+        "ppo_continuous_action.py",
+        "--env-id",
+        "InvertedPendulum-v5",
+        "--run-name",
+        "x",
+        "--no-compile",
+    ]
     container = subprocess.check_output([*run, *script], text=True).strip()
     wait_for(lambda: (tmp_path / "x" / "episodes.csv").stat().st_size > 1000, 120)
     began = time.time()
@@ -214,21 +297,43 @@ def test_docker_run_and_stop(docker, tmp_path):
     logs = subprocess.run(["docker", "logs", container], capture_output=True, text=True)
     assert "stopped at step" in logs.stdout + logs.stderr
     assert (tmp_path / "x" / "checkpoint.pt").stat().st_uid == 1234
-    video = subprocess.check_output(["docker", "run", *run[3:], "ppo_continuous_action.py", "--evaluate", "runs/x",
-                                     "--eval-episodes", "1", "--capture-video"], text=True)
+    video = subprocess.check_output(
+        [
+            "docker",
+            "run",
+            *run[3:],
+            "ppo_continuous_action.py",
+            "--evaluate",
+            "runs/x",
+            "--eval-episodes",
+            "1",
+            "--capture-video",
+        ],
+        text=True,
+    )
     assert list((tmp_path / "x" / "videos" / "evaluation").glob("*.mp4")), video
 
 
 def test_slurm_node_killed(slurm, whole, tmp_path):
-    """slurmd and all that it has started end at once, as when the power fails; then the node comes back."""
+    """slurmd and all that it has started end at once, as when the power fails.
+
+    Then the node comes back.
+    """
     sweep = start_sweep("smoke", tmp_path, "--backend", "slurm")
     run_in_its_middle(tmp_path)
     killed = [slurm["slurmd"].pid]
     for name in NAMES:
         if (job := read_job(tmp_path, name))["state"] == "running":
             worker = job["place"].split()[-1]
-            killed += map(int, subprocess.run(["ps", "-o", "ppid=", "-p", worker], capture_output=True).stdout.split())
-            killed += map(int, subprocess.run(["pgrep", "-P", worker], capture_output=True).stdout.split())
+            killed += map(
+                int,
+                subprocess.run(
+                    ["ps", "-o", "ppid=", "-p", worker], capture_output=True
+                ).stdout.split(),
+            )
+            killed += map(
+                int, subprocess.run(["pgrep", "-P", worker], capture_output=True).stdout.split()
+            )
             killed += [int(worker)]
     for pid in killed:
         os.kill(pid, 9)
@@ -240,10 +345,15 @@ def test_slurm_node_killed(slurm, whole, tmp_path):
 
 
 def test_slurm_goes_on_without_the_sweep(slurm, tmp_path):
-    """The watching sweep is killed; its job goes on, and the next sweep watches it instead of submitting another."""
+    """The watching sweep is killed.
+
+    Its job goes on, and the next sweep watches it instead of submitting another.
+    """
     (tmp_path / "fake.py").write_text(FAKE)
-    (tmp_path / "suite.toml").write_text('[[runs]]\nscript = "fake.py"\nenv_ids = ["Good-v0"]\nseeds = 4\n'
-                                         "flags = { total_timesteps = 60 }")
+    (tmp_path / "suite.toml").write_text(
+        '[[runs]]\nscript = "fake.py"\nenv_ids = ["Good-v0"]\nseeds = 4\n'
+        "flags = { total_timesteps = 60 }"
+    )
     flags = tmp_path / "suite.toml", tmp_path / "out", "--backend", "slurm", "--workers", "1"
     sweep = start_sweep(*flags)
     wait_for(lambda: list((tmp_path / "out" / "runs").glob("*/steps.txt")))
@@ -251,7 +361,9 @@ def test_slurm_goes_on_without_the_sweep(slurm, tmp_path):
     assert finish(start_sweep(*flags)) == 0
     assert len(json.loads((tmp_path / "out" / "slurm.json").read_text())) == 1
     for path in (tmp_path / "out" / "runs").iterdir():
-        assert [int(line) for line in (path / "steps.txt").read_text().split()] == list(range(1, 61))
+        assert [int(line) for line in (path / "steps.txt").read_text().split()] == list(
+            range(1, 61)
+        )
 
 
 def test_ray_node_killed(ray_cluster, whole, tmp_path):

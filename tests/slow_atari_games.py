@@ -1,6 +1,6 @@
 """Every game of ale-py that has a NOOP action comes back from a checkpoint exactly.
 
-About 5 seconds a game, so pytest does not collect it by itself:
+Five to ten seconds a game, so pytest does not collect it by itself:
 
     python -m pytest tests/slow_atari_games.py
 

@@ -1,4 +1,7 @@
-"""ppo_continuous_action.py, detail by detail (G1 to G11, M1 to M8, X1, X3), and against independent implementations."""
+"""ppo_continuous_action.py detail by detail (G1 to G11, M1 to M8, X1, X3).
+
+The oracles are independent: closed forms, quadratic sums, torch.optim and Stable-Baselines3.
+"""
 
 import io
 import json
@@ -6,12 +9,14 @@ import math
 import os
 import shutil
 import sys
+from copy import deepcopy
 from dataclasses import replace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import leaves
 from gymnasium.spaces import Box, Dict
 from stable_baselines3 import PPO
 from stable_baselines3.common.logger import Logger
@@ -23,9 +28,9 @@ import ppo_continuous_action as ppo
 
 
 class Noise(gym.Env):
-    """Observations and rewards are noise, seldom a hundred times as large; a fifth of the steps ends the episode.
+    """Observations and rewards are noise, seldom a hundred times as large.
 
-    Keeps the actions and the seeds that it is given.
+    A fifth of the steps ends the episode. Keeps the actions and the seeds that it is given.
     """
 
     observation_space = Box(-np.inf, np.inf, (3,), np.float64)
@@ -53,7 +58,9 @@ class Noise(gym.Env):
 
 
 class DictNoise(Noise):
-    observation_space = Dict(b=Box(-np.inf, np.inf, (1,), np.float64), a=Box(-np.inf, np.inf, (2, 1), np.float64))
+    observation_space = Dict(
+        b=Box(-np.inf, np.inf, (1,), np.float64), a=Box(-np.inf, np.inf, (2, 1), np.float64)
+    )
 
     def observe(self):
         obs = super().observe()
@@ -87,6 +94,25 @@ class Counter(Noise):
         return self.observe(), self.count, False, False, {}
 
 
+class Buffered(Noise):
+    """Keeps its observation, the number of steps, in one array; an episode is three steps."""
+
+    observation_space = Box(0, np.inf, (1,), np.float32)
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.obs = np.zeros(1, np.float32)
+
+    def reset(self, seed=None, options=None):
+        gym.Env.reset(self, seed=seed)
+        self.obs[:] = 0
+        return self.obs, {}
+
+    def step(self, action):
+        self.obs += 1
+        return self.obs, np.float32(0.1), bool(self.obs[0] == 3), False, {}
+
+
 class Scripted(Noise):
     """Rewards 1, -2, 4 and so on; the second step terminates, the fourth truncates."""
 
@@ -118,20 +144,23 @@ class Identity(gym.Env):
 
 BOUNDS = {
     "Symmetric-v0": {},
-    "Asymmetric-v0": {"low": np.array([-0.1, 0.2], np.float32), "high": np.array([0.3, 2.0], np.float32)},
+    "Asymmetric-v0": {
+        "low": np.array([-0.1, 0.2], np.float32),
+        "high": np.array([0.3, 2.0], np.float32),
+    },
     "Unbounded-v0": {"low": -np.inf, "high": np.inf},
     "Shaped-v0": {"shape": (2, 3)},
     "Double-v0": {"dtype": np.float64},
 }
 for name, kwargs in BOUNDS.items():
     gym.register(name, Noise, kwargs=kwargs)
-for env_class in (Noise, DictNoise, Forgetful, Scripted, Identity):
+for env_class in (Noise, DictNoise, Forgetful, Buffered, Scripted, Identity):
     gym.register(f"{env_class.__name__}-v0", env_class)
 gym.register("Counter-v0", Counter, max_episode_steps=8)
 
 
 class Outputs(nn.Module):
-    """An agent whose parameters are its outputs, so that the gradient in them is the gradient in the outputs."""
+    """An agent whose parameters are its outputs: their gradients are those of the outputs."""
 
     def __init__(self, logprobs, values):
         super().__init__()
@@ -148,8 +177,16 @@ def loss_of_outputs(ratios, advantages, values, old_values, returns, **flags):
     Returns the loss, METRICS, and the gradients in logprobs, values and entropy.
     """
     agent = Outputs([-1.0] * len(ratios), values)
-    data = {"logprobs": -1.0 - np.log(ratios), "advantages": advantages, "values": old_values, "returns": returns}
-    batch = {name: torch.tensor(x, dtype=torch.float32) for name, x in data.items()} | {"obs": None, "actions": None}
+    data = {
+        "logprobs": -1.0 - np.log(ratios),
+        "advantages": advantages,
+        "values": old_values,
+        "returns": returns,
+    }
+    batch = {name: torch.tensor(x, dtype=torch.float32) for name, x in data.items()} | {
+        "obs": None,
+        "actions": None,
+    }
     params = flat(agent).requires_grad_()
     loss, metrics = ppo.ppo_loss(params, agent, batch, torch.tensor(0.2), ppo.Args(**flags))
     grads = torch.autograd.grad(loss, params)[0].view(3, -1)
@@ -160,26 +197,29 @@ def flat(agent):
     return nn.utils.parameters_to_vector(agent.parameters()).detach()
 
 
-def adam_state(params):
-    return {"exp_avg": torch.zeros_like(params), "exp_avg_sq": torch.zeros_like(params), "step": torch.tensor(0.0)}
-
-
 def make_batch(agent, size, off_policy=0.3):
-    """Random data for agent; off_policy: how far its log-probabilities and values are from those in the batch."""
-    obs, actions = torch.randn(size, agent.critic[0].in_features), torch.randn(size, agent.actor_logstd.shape[1])
+    """Random data for agent; off_policy: how far its logprobs and values are from the batch's."""
+    obs = torch.randn(size, agent.critic[0].in_features)
+    actions = torch.randn(size, agent.actor_logstd.shape[1])
     with torch.no_grad():
         logprobs, _, values = agent(obs, actions)
-    return {"obs": obs, "actions": actions, "logprobs": logprobs + off_policy * torch.randn(size),
-            "values": values + off_policy * torch.randn(size), "advantages": torch.randn(size),
-            "returns": torch.randn(size)}
+    return {
+        "obs": obs,
+        "actions": actions,
+        "logprobs": logprobs + off_policy * torch.randn(size),
+        "values": values + off_policy * torch.randn(size),
+        "advantages": torch.randn(size),
+        "returns": torch.randn(size),
+    }
 
 
 def learn(agent, batch, args, function=ppo.update_minibatches):
-    """ppo.update from fresh optimizer state: returns the parameters, the optimizer and METRICS."""
-    params = flat(agent)
-    optimizer, lr = adam_state(params), torch.tensor(args.learning_rate)
-    metrics = ppo.update(function, params, optimizer, agent, batch, lr, torch.tensor(args.clip_coef), args)
-    return params, optimizer, metrics
+    """ppo.update of a copy of the agent: returns its parameters, the optimizer and METRICS."""
+    agent = deepcopy(agent)
+    optimizer = ppo.FlatAdam(agent, eps=1e-5)
+    lr, clip_coef = torch.tensor(args.learning_rate), torch.tensor(args.clip_coef)
+    metrics = ppo.update(function, optimizer, agent, batch, lr, clip_coef, args)
+    return flat(agent), optimizer, metrics
 
 
 def args_for(batch_size, **flags):
@@ -187,18 +227,32 @@ def args_for(batch_size, **flags):
 
 
 def raw_gradient(agent, batch, args):
-    return torch.func.grad(ppo.ppo_loss, has_aux=True)(flat(agent), agent, batch, torch.tensor(args.clip_coef), args)[0]
+    return torch.func.grad(ppo.ppo_loss, has_aux=True)(
+        flat(agent), agent, batch, torch.tensor(args.clip_coef), args
+    )[0]
 
 
-def identity_stats(dim):
+def make_envs(env_id, num_envs, seed, gamma=0.99, obs_rms=None):
+    """Environments as the script's main block makes them."""
+    envs = [ppo.make_env(env_id) for _ in range(num_envs)]
+    return ppo.VecNormalize(ppo.VecEnv(envs, seed), gamma, obs_rms)
+
+
+def identity_rms(dim):
     """Observation statistics that change nothing."""
-    stats = ppo.RunningMeanStd((1, dim))
-    stats.var = np.full((1, dim), 1 - 1e-8)
-    return stats
+    rms = ppo.RunningMeanStd(dim)
+    rms.var = np.full(dim, 1 - 1e-8)
+    return rms
+
+
+def first_seeds(seed, num_envs):
+    """The seeds with which the environments of a run start their first episodes."""
+    seeds = np.random.SeedSequence(seed).generate_state(num_envs)
+    return [int(np.random.SeedSequence((int(x), 0)).generate_state(1)[0]) for x in seeds]
 
 
 def quadratic_advantages(rewards, values, next_values, terminations, dones, gamma, gae_lambda):
-    """The exponentially weighted mean of all n-step advantages, one sum for each step: the definition of GAE."""
+    """The definition of GAE: the exponentially weighted mean of all n-step advantages."""
     advantages = np.zeros(rewards.shape)
     for start, env in np.ndindex(rewards.shape):
         reward_sum, weight = 0.0, 1.0
@@ -216,25 +270,50 @@ def quadratic_advantages(rewards, values, next_values, terminations, dones, gamm
 
 def test_defaults_are_the_constants_of_baselines():
     expected = {
-        "clip_coef": 0.2, "gamma": 0.99, "gae_lambda": 0.95, "norm_adv": True, "clip_vloss": True, "vf_coef": 0.5,
-        "ent_coef": 0.0, "learning_rate": 3e-4, "anneal_lr": True, "update_epochs": 10, "num_minibatches": 32,
-        "max_grad_norm": 0.5, "num_envs": 1, "num_steps": 2048, "init_log_std": 0.0, "anneal_clip": False,
-        "target_kl": None, "bootstrap_truncated": True,
+        "clip_coef": 0.2,
+        "gamma": 0.99,
+        "gae_lambda": 0.95,
+        "norm_adv": True,
+        "clip_vloss": True,
+        "vf_coef": 0.5,
+        "ent_coef": 0.0,
+        "learning_rate": 3e-4,
+        "anneal_lr": True,
+        "update_epochs": 10,
+        "num_minibatches": 32,
+        "max_grad_norm": 0.5,
+        "num_envs": 1,
+        "num_steps": 2048,
+        "init_log_std": 0.0,
+        "anneal_clip": False,
+        "target_kl": None,
+        "bootstrap_truncated": True,
     }
     args = vars(ppo.Args())
     assert {name: args[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize("advantage, ratio, flat_there", [
-    (1.0, 1.21, True), (1.0, 1.19, False), (1.0, 0.5, False),
-    (-1.0, 0.79, True), (-1.0, 0.81, False), (-1.0, 2.0, False),
-])
-def test_g1_policy_gradient_is_zero_exactly_where_the_ratio_has_left_the_band(advantage, ratio, flat_there):
+@pytest.mark.parametrize(
+    "advantage, ratio, flat_there",
+    [
+        (1.0, 1.21, True),
+        (1.0, 1.19, False),
+        (1.0, 0.5, False),
+        (-1.0, 0.79, True),
+        (-1.0, 0.81, False),
+        (-1.0, 2.0, False),
+    ],
+)
+def test_g1_policy_gradient_is_zero_exactly_where_the_ratio_has_left_the_band(
+    advantage, ratio, flat_there
+):
     flags = {"norm_adv": False, "clip_coef": 0.7}  # the annealed clip range counts, not the flag
     loss, metrics, grad, *_ = loss_of_outputs([ratio], [advantage], [0.0], [0.0], [0.0], **flags)
     clipped = np.clip(ratio, 0.8, 1.2) if flat_there else ratio
     assert loss == metrics["policy_loss"] == pytest.approx(-advantage * clipped)
-    assert grad.item() == pytest.approx(0.0 if flat_there else -advantage * ratio, abs=0.0, rel=1e-5)
+    assert grad.item() == pytest.approx(
+        0.0 if flat_there else -advantage * ratio, abs=0.0, rel=1e-5
+    )
     assert metrics["clipfrac"] == float(abs(ratio - 1) > 0.2)
 
 
@@ -247,9 +326,15 @@ def test_g1_kl_metrics_are_the_two_estimates():
 
 @pytest.mark.parametrize("bootstrap, expected", [(True, [1.843475, 0.95]), (False, [-2.812, -4.0])])
 def test_g2_golden_case(bootstrap, expected):
-    rewards, values, next_values = np.ones(4), np.array([5.0, 5, 20, 20]), np.array([5.0, 5, 20, 20])
+    rewards, values, next_values = (
+        np.ones(4),
+        np.array([5.0, 5, 20, 20]),
+        np.array([5.0, 5, 20, 20]),
+    )
     truncated = np.array([False, True, False, False])
-    columns = (x[:, None] for x in (rewards, values, next_values, truncated & (not bootstrap), truncated))
+    columns = (
+        x[:, None] for x in (rewards, values, next_values, truncated & (not bootstrap), truncated)
+    )
     advantages = ppo.compute_advantages(*columns, 0.99, 0.95)
     np.testing.assert_allclose(advantages[:, 0], [*expected, 1.5524, 0.8], rtol=1e-10)
 
@@ -262,33 +347,42 @@ def test_g2_advantages_equal_a_quadratic_sum(gae_lambda):
     dones = terminations | truncations
     next_values[:-1] = np.where(dones[:-1], next_values[:-1], values[1:])
     data = (rewards, values, next_values, terminations, dones, 0.99, gae_lambda)
-    np.testing.assert_allclose(ppo.compute_advantages(*data), quadratic_advantages(*data), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(
+        ppo.compute_advantages(*data), quadratic_advantages(*data), rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.fixture(params=["--bootstrap-truncated", "--no-bootstrap-truncated"])
 def one_iteration(request, run_script):
-    """The script after one iteration in which the weights stay as they are."""
-    flags = ("--env-id Noise-v0 --num-envs 3 --num-steps 40 --total-timesteps 120 --num-minibatches 4 --gamma 0.9 "
-             "--gae-lambda 0.8 --learning-rate 1e-20 --init-log-std -0.5 --eval-episodes 1 --no-compile").split()
-    return run_script(ppo.__file__, *flags, request.param)
+    """The script after one iteration that keeps the weights; a truncation is its last step."""
+    flags = (
+        "--env-id Noise-v0 --seed 2 --num-envs 3 --num-steps 40 --total-timesteps 120 "
+        "--num-minibatches 4 --gamma 0.9 --gae-lambda 0.8 --learning-rate 1e-20 "
+        "--init-log-std -0.5 --eval-episodes 1 --no-compile"
+    )
+    return run_script(ppo.__file__, *flags.split(), request.param)
 
 
 def test_g2_a_run_bootstraps_truncations_from_their_final_observation(one_iteration):
     run = one_iteration
-    for kind, flags in (("termination", run.terminations), ("truncation", run.truncations)):
-        ends = [[step, env] for step, env, _, _, ended_by, _ in run.episodes if ended_by == kind]
-        assert ends and np.argwhere(flags).tolist() == ends
+    terminations, dones = np.zeros((2, 40, 3), bool)
+    for step, end in run.episodes:
+        dones[step, end.env] = True
+        terminations[step, end.env] = end.ended_by == "termination"
+    assert terminations.any() and (dones & ~terminations)[-1].any()
     with torch.no_grad():
         values = run.agent.critic(torch.from_numpy(run.obs))[..., 0].numpy()
-        next_values = np.concatenate((values[1:], run.agent.critic(torch.from_numpy(run.envs.obs)).numpy().T))
-        for step, env, *_, final_obs in run.episodes:
-            next_values[step, env] = run.agent.critic(torch.from_numpy(final_obs)).item()
-    assert run.truncations[-1].any()
-    dones = run.terminations | run.truncations
-    terminal = run.terminations if run.args.bootstrap_truncated else dones
+        last_values = run.agent.critic(torch.from_numpy(run.envs.obs)).numpy().T
+        next_values = np.concatenate((values[1:], last_values))
+        for step, end in run.episodes:
+            final_obs = torch.from_numpy(end.final_obs)
+            next_values[step, end.env] = run.agent.critic(final_obs).item()
+    terminal = terminations if run.args.bootstrap_truncated else dones
     expected = quadratic_advantages(run.rewards, values, next_values, terminal, dones, 0.9, 0.8)
     np.testing.assert_allclose(run.batch["advantages"].view(40, 3), expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(run.batch["returns"].view(40, 3), expected + values, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        run.batch["returns"].view(40, 3), expected + values, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_m5_m8_a_run_takes_the_log_probabilities_of_the_raw_actions(one_iteration):
@@ -299,7 +393,7 @@ def test_m5_m8_a_run_takes_the_log_probabilities_of_the_raw_actions(one_iteratio
     for name in ("obs", "actions"):
         assert torch.equal(batch[name].view(40, 3, -1), torch.from_numpy(getattr(run, name)))
     assert (batch["actions"].abs() > 1).any()
-    assert all(np.abs(env.unwrapped.actions).max() <= 1 for env in run.envs.envs)
+    assert all(np.abs(env.unwrapped.actions).max() <= 1 for env in run.envs.envs.envs)
     with torch.no_grad():
         logprobs, _, values = run.agent(batch["obs"], batch["actions"])
     torch.testing.assert_close(batch["logprobs"], logprobs)
@@ -322,23 +416,32 @@ def test_g3_advantages_are_normalised_in_each_minibatch(monkeypatch):
 def test_g3_normalised_advantages_are_golden():
     ratios, zeros = [1.1, 0.9, 1.0], [0.0] * 3
     loss, *_ = loss_of_outputs(ratios, [2.0, -2.0, 3.0], zeros, zeros, zeros)
-    assert loss == pytest.approx(-np.mean(np.array([1.0, -3.0, 2.0]) / math.sqrt(7) * ratios), rel=1e-5)
+    assert loss == pytest.approx(
+        -np.mean(np.array([1.0, -3.0, 2.0]) / math.sqrt(7) * ratios), rel=1e-5
+    )
     loss, *_ = loss_of_outputs([1.1, 0.9], [0.0, 2e-8], zeros[:2], zeros[:2], zeros[:2])
     assert loss == pytest.approx(0.1 / (1 + math.sqrt(2)), rel=1e-5)
 
 
-@pytest.mark.parametrize("value, old_value, ret, clip_vloss, loss, grad", [
-    (0.1, 0.0, 1.0, True, 0.405, -0.9),  # inside the band
-    (0.5, 0.0, 1.0, True, 0.32, 0.0),  # above the band and nearer to the return
-    (0.5, 0.0, -1.0, True, 1.125, 1.5),  # above the band and farther from the return
-    (-0.5, 0.0, -1.0, True, 0.32, 0.0),
-    (-0.5, 0.0, 1.0, True, 1.125, -1.5),
-    (1.5, 1.0, 2.0, True, 0.32, 0.0),
-    (0.5, 0.0, 1.0, False, 0.125, -0.5),
-])
-def test_g4_value_loss_is_half_the_larger_of_clipped_and_unclipped(value, old_value, ret, clip_vloss, loss, grad):
+@pytest.mark.parametrize(
+    "value, old_value, ret, clip_vloss, loss, grad",
+    [
+        (0.1, 0.0, 1.0, True, 0.405, -0.9),  # inside the band
+        (0.5, 0.0, 1.0, True, 0.32, 0.0),  # above the band and nearer to the return
+        (0.5, 0.0, -1.0, True, 1.125, 1.5),  # above the band and farther from the return
+        (-0.5, 0.0, -1.0, True, 0.32, 0.0),
+        (-0.5, 0.0, 1.0, True, 1.125, -1.5),
+        (1.5, 1.0, 2.0, True, 0.32, 0.0),
+        (0.5, 0.0, 1.0, False, 0.125, -0.5),
+    ],
+)
+def test_g4_value_loss_is_half_the_larger_of_clipped_and_unclipped(
+    value, old_value, ret, clip_vloss, loss, grad
+):
     data = ([1.0, 1.0], [0.0, 0.0], [value] * 2, [old_value] * 2, [ret] * 2)
-    _, metrics, _, value_grad, _ = loss_of_outputs(*data, clip_coef=0.7, clip_vloss=clip_vloss, vf_coef=1.0)
+    _, metrics, _, value_grad, _ = loss_of_outputs(
+        *data, clip_coef=0.7, clip_vloss=clip_vloss, vf_coef=1.0
+    )
     assert metrics["value_loss"] == pytest.approx(loss, rel=1e-5)
     np.testing.assert_allclose(value_grad, [grad / 2] * 2, rtol=1e-5, atol=0)
 
@@ -348,32 +451,51 @@ def test_g4_the_maximum_is_taken_before_the_mean():
     assert loss_of_outputs(*data)[1]["value_loss"] == pytest.approx((0.32 + 1.125) / 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("flags, expected", [
-    ({}, -2.2 + 0.5 * 0.405), ({"ent_coef": 0.01, "vf_coef": 0.25}, -2.2 - 0.01 * 3.0 + 0.25 * 0.405),
-])
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ({}, -2.2 + 0.5 * 0.405),
+        ({"ent_coef": 0.01, "vf_coef": 0.25}, -2.2 - 0.01 * 3.0 + 0.25 * 0.405),
+    ],
+)
 def test_g5_loss_is_the_sum_of_its_three_parts(flags, expected):
-    loss, metrics, _, _, entropy_grad = loss_of_outputs([1.1], [2.0], [0.1], [0.0], [1.0], norm_adv=False, **flags)
+    loss, metrics, _, _, entropy_grad = loss_of_outputs(
+        [1.1], [2.0], [0.1], [0.0], [1.0], norm_adv=False, **flags
+    )
     assert loss == pytest.approx(expected, rel=1e-5)
     assert metrics["entropy"] == 3.0
     assert entropy_grad.item() == pytest.approx(-flags.get("ent_coef", 0.0))
 
 
-@pytest.mark.parametrize("flag, lr_fractions, clip_fractions", [
-    ("--anneal-clip", [1, 0.75, 0.5, 0.25], [1, 0.75, 0.5, 0.25]), ("--no-anneal-lr", [1] * 4, [1] * 4),
-])
-def test_g6_x1_learning_rate_and_clip_range_fall_to_an_nth(run_script, monkeypatch, flag, lr_fractions, clip_fractions):
-    used = []
+@pytest.mark.parametrize(
+    "flag, lr_fractions, clip_fractions",
+    [
+        ("--anneal-clip", [1, 0.75, 0.5, 0.25], [1, 0.75, 0.5, 0.25]),
+        ("--no-anneal-lr", [1] * 4, [1] * 4),
+    ],
+)
+def test_g6_x1_learning_rate_and_clip_range_fall_to_an_nth(
+    run_script, monkeypatch, flag, lr_fractions, clip_fractions
+):
+    """G11 too: a run's Adam has the epsilon 1e-5."""
+    used, constants = [], []
 
-    def adam(*tensors, lr, **constants):
+    def adam(*tensors, lr, **others):
         used.append((lr.item(), sys.modules["__main__"].clip_coef.item()))
+        constants.append(others)
 
     monkeypatch.setattr(sys.modules["torch.optim.adam"], "adam", adam)
-    run_script(ppo.__file__, "--env-id", "Noise-v0", "--num-steps", "8", "--num-minibatches", "2",
-               "--update-epochs", "3", "--total-timesteps", "39", "--eval-episodes", "1", "--no-compile",
-               "--run-name", "run", flag)
-    np.testing.assert_allclose(used, np.repeat(np.c_[lr_fractions, clip_fractions], 6, 0) * (3e-4, 0.2), rtol=1e-6)
+    flags = (
+        "--env-id Noise-v0 --num-steps 8 --num-minibatches 2 --update-epochs 3 "
+        "--total-timesteps 39 --eval-episodes 1 --no-compile --run-name run"
+    )
+    run_script(ppo.__file__, *flags.split(), flag)
+    fractions = np.repeat(np.c_[lr_fractions, clip_fractions], 6, 0)
+    np.testing.assert_allclose(used, fractions * (3e-4, 0.2), rtol=1e-6)
     logged = [scalar.value for scalar in read_scalars("charts/learning_rate")]
     np.testing.assert_allclose(logged, 3e-4 * np.array(lr_fractions), rtol=1e-6)
+    expected = {"eps": 1e-5, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "amsgrad": False}
+    assert all(expected.items() <= others.items() for others in constants)
 
 
 def read_scalars(tag):
@@ -386,13 +508,13 @@ def read_scalars(tag):
 def test_g7_every_epoch_is_a_new_permutation_in_minibatches(num_minibatches):
     args, calls = args_for(120, num_minibatches=num_minibatches, update_epochs=3), []
 
-    def spy(params, optimizer, agent, batch, indices, lr, clip_coef, args):
+    def spy(optimizer, agent, batch, indices, lr, clip_coef, args):
         calls.append(indices)
-        return ppo.update_minibatches(params, optimizer, agent, batch, indices, lr, clip_coef, args)
+        return ppo.update_minibatches(optimizer, agent, batch, indices, lr, clip_coef, args)
 
     agent = ppo.Agent(3, 2)
     _, optimizer, _ = learn(agent, make_batch(agent, 120), args, spy)
-    assert optimizer["step"] == 3 * num_minibatches
+    assert optimizer.steps == 3 * num_minibatches
     minibatches = torch.cat(calls)
     assert minibatches.shape == (3 * num_minibatches, 120 // num_minibatches)
     epochs = minibatches.view(3, 120)
@@ -401,28 +523,34 @@ def test_g7_every_epoch_is_a_new_permutation_in_minibatches(num_minibatches):
 
 
 def test_g7_each_minibatch_is_one_step_on_its_own_rows():
-    agent, args, lr, clip = ppo.Agent(3, 2), args_for(24), torch.tensor(3e-4), torch.tensor(0.2)
-    batch, indices = make_batch(agent, 24), torch.randperm(24).view(3, 8)
-    together, apart = flat(agent), flat(agent)
-    state, state_apart = adam_state(together), adam_state(apart)
-    total = ppo.update_minibatches(together, state, agent, batch, indices, lr, clip, args)
+    together, args = ppo.Agent(3, 2), args_for(24)
+    apart = deepcopy(together)
+    lr, clip_coef = torch.tensor(3e-4), torch.tensor(0.2)
+    batch, indices = make_batch(together, 24), torch.randperm(24).view(3, 8)
+    optimizer = ppo.FlatAdam(together, eps=1e-5)
+    total = ppo.update_minibatches(optimizer, together, batch, indices, lr, clip_coef, args)
+    optimizer = ppo.FlatAdam(apart, eps=1e-5)
     total_apart = 0
     for row in indices:
         part = {name: x[row] for name, x in batch.items()}
         order = torch.arange(8)[None]
-        total_apart = total_apart + ppo.update_minibatches(apart, state_apart, agent, part, order, lr, clip, args)
-    assert torch.equal(together, apart) and torch.equal(total, total_apart)
+        metrics = ppo.update_minibatches(optimizer, apart, part, order, lr, clip_coef, args)
+        total_apart = total_apart + metrics
+    assert torch.equal(flat(together), flat(apart)) and torch.equal(total, total_apart)
 
 
 @pytest.mark.parametrize("scale, norm", [(1e4, 0.5), (1e-3, None)])
 def test_g8_gradient_of_actor_and_critic_is_clipped_to_one_norm(scale, norm):
     agent, args = ppo.Agent(3, 2), args_for(32, num_minibatches=1, update_epochs=1, norm_adv=False)
     batch = make_batch(agent, 32)
-    batch |= {"advantages": batch["advantages"] * scale, "returns": batch["values"] + batch["returns"] * scale}
+    batch |= {
+        "advantages": batch["advantages"] * scale,
+        "returns": batch["values"] + batch["returns"] * scale,
+    }
     grad = raw_gradient(agent, batch, args)
     expected = grad if norm is None else grad / grad.norm() * norm
     _, optimizer, _ = learn(agent, batch, args)
-    torch.testing.assert_close(optimizer["exp_avg"] * 10, expected, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(optimizer.exp_avg * 10, expected, rtol=1e-4, atol=1e-7)
 
 
 def test_g9_layers_are_orthogonal_with_their_gains_and_no_bias():
@@ -430,25 +558,44 @@ def test_g9_layers_are_orthogonal_with_their_gains_and_no_bias():
     for network, gain in ((agent.actor_mean, 0.01), (agent.critic, 1.0)):
         for layer, expected in zip(network[::2], (math.sqrt(2), math.sqrt(2), gain), strict=True):
             weight = layer.weight if layer.out_features <= layer.in_features else layer.weight.T
-            torch.testing.assert_close(weight @ weight.T, expected**2 * torch.eye(len(weight)), rtol=1e-4,
-                                       atol=1e-5 * expected**2)
+            torch.testing.assert_close(
+                weight @ weight.T,
+                expected**2 * torch.eye(len(weight)),
+                rtol=1e-4,
+                atol=1e-5 * expected**2,
+            )
             assert not layer.bias.any()
 
 
 def test_g10_rollouts_are_segments_of_fixed_length_that_go_on_where_the_last_ended():
-    envs, agent = ppo.Envs("Counter-v0", 2, 1, obs_stats=identity_stats(1)), ppo.Agent(1, 2)
+    envs, agent = make_envs("Counter-v0", 2, 1, obs_rms=identity_rms(1)), ppo.Agent(1, 2)
     segments = [ppo.rollout(agent, envs, 5) for _ in range(3)]
     seen = np.stack([segment[0] for segment in segments])
     expected = np.array([[0, 1, 2, 3, 4], [5, 6, 7, 0, 1], [2, 3, 4, 5, 6]])
     assert np.array_equal(seen, np.broadcast_to(expected[:, :, None, None], (3, 5, 2, 1)))
     assert [segment[4].sum() for segment in segments] == [0, 2, 0] and segments[1][4][2].all()
     assert not any(segment[3].any() for segment in segments)
-    assert [episode[:5] for episode in segments[1][5]] == [(2, i, 36.0, 8, "truncation") for i in range(2)]
-    assert [episode[5].tolist() for episode in segments[1][5]] == [[8.0], [8.0]]
+    ends = [(step, *episode[:4]) for step, episode in segments[1][5]]
+    assert ends == [(2, i, 36.0, 8, "truncation") for i in range(2)]
+    assert [episode.final_obs.tolist() for _, episode in segments[1][5]] == [[8.0], [8.0]]
+
+
+def test_final_observations_outlast_the_reset():
+    """Of an environment that writes all its observations into one array, too."""
+    envs = ppo.VecEnv([ppo.make_env("Buffered-v0")], 1)
+    episodes = [episode for _ in range(6) for episode in envs.step(np.zeros((1, 2)))[3]]
+    assert [episode.final_obs.tolist() for episode in episodes] == [[3.0], [3.0]]
+
+
+def test_returns_are_sums_in_float64():
+    envs = ppo.VecEnv([ppo.make_env("Buffered-v0")], 1)
+    episodes = [episode for _ in range(3) for episode in envs.step(np.zeros((1, 2)))[3]]
+    assert [episode.episode_return for episode in episodes] == [3 * float(np.float32(0.1))]
 
 
 def test_g11_steps_equal_those_of_adam_with_epsilon_1e_minus_5():
-    agent, args = ppo.Agent(3, 2), args_for(32, num_minibatches=1, update_epochs=3, max_grad_norm=1e-4)
+    agent = ppo.Agent(3, 2)
+    args = args_for(32, num_minibatches=1, update_epochs=3, max_grad_norm=1e-4)
     batch = make_batch(agent, 32)
     params, optimizer, _ = learn(agent, batch, args)
     theirs = flat(agent).requires_grad_()
@@ -461,63 +608,81 @@ def test_g11_steps_equal_those_of_adam_with_epsilon_1e_minus_5():
         adam.step()
     torch.testing.assert_close(params, theirs.detach(), rtol=0, atol=1e-7)
     assert (params - flat(agent)).abs().max() > 1e-6
-    torch.testing.assert_close(optimizer["exp_avg_sq"], adam.state[theirs]["exp_avg_sq"], rtol=1e-3, atol=1e-20)
+    squares = adam.state[theirs]["exp_avg_sq"]
+    torch.testing.assert_close(optimizer.exp_avg_sq, squares, rtol=1e-3, atol=1e-20)
+
+
+class SeededOnce(gym.Wrapper):
+    """Gives a seed to its first reset."""
+
+    def __init__(self, env, seed):
+        super().__init__(env)
+        self.seed = seed
+
+    def reset(self, **kwargs):
+        seed, self.seed = self.seed, None
+        return self.env.reset(seed=seed)
 
 
 def test_m1_m2_m3_m4_normalisation_equals_vec_normalize():
-    envs = ppo.Envs("Noise-v0", 3, 5, gamma=0.9)
-    raw = DummyVecEnv([lambda: gym.make("Noise-v0", disable_env_checker=True)] * 3)
-    for env, env_seed in zip(raw.envs, np.random.SeedSequence(5).generate_state(3)):
-        env.reset(seed=int(env_seed))
-    theirs = VecNormalize(raw, gamma=0.9)
+    envs = make_envs("Noise-v0", 3, 5, gamma=0.9)
+    raw = [SeededOnce(gym.make("Noise-v0", disable_env_checker=True), x) for x in first_seeds(5, 3)]
+    theirs = VecNormalize(DummyVecEnv([lambda env=env: env for env in raw]), gamma=0.9)
     np.testing.assert_allclose(envs.obs, theirs.reset(), rtol=1e-6)
     kinds, largest_obs, largest_reward, sums = set(), 0.0, 0.0, np.zeros(3)
     for actions in np.random.default_rng(0).uniform(-1, 1, (300, 3, 2)).astype(np.float32):
-        rewards, episodes = envs.step(actions)
+        rewards, terminations, truncations, episodes = envs.step(actions)
         obs, their_rewards, dones, infos = theirs.step(actions)
         sums += theirs.get_original_reward()
         np.testing.assert_allclose(envs.obs, obs, rtol=1e-6, atol=1e-7)
         np.testing.assert_allclose(rewards, their_rewards, rtol=1e-6)
         np.testing.assert_allclose(envs.discounted_returns, theirs.returns, rtol=1e-12)
-        assert [episode[0] for episode in episodes] == list(np.flatnonzero(dones))
+        assert np.array_equal(terminations | truncations, dones)
+        assert [episode.env for episode in episodes] == list(np.flatnonzero(dones))
         for i, episode_return, _, ended_by, final_obs in episodes:
-            np.testing.assert_allclose(final_obs, infos[i]["terminal_observation"], rtol=1e-6, atol=1e-7)
+            terminal_obs = infos[i]["terminal_observation"]
+            np.testing.assert_allclose(final_obs, terminal_obs, rtol=1e-6, atol=1e-7)
             assert (ended_by == "truncation") == infos[i]["TimeLimit.truncated"]
-            assert episode_return == pytest.approx(sums[i], rel=1e-12)
+            assert terminations[i] == (ended_by == "termination")
+            assert episode_return == pytest.approx(sums[i], rel=1e-5, abs=1e-4)
             kinds.add(ended_by)
         sums[dones] = 0
-        largest_obs, largest_reward = max(largest_obs, abs(obs).max()), max(largest_reward, abs(rewards).max())
-    for ours, reference in ((envs.obs_stats, theirs.obs_rms), (envs.return_stats, theirs.ret_rms)):
+        largest_obs = max(largest_obs, abs(obs).max())
+        largest_reward = max(largest_reward, abs(rewards).max())
+    for ours, reference in ((envs.obs_rms, theirs.obs_rms), (envs.return_rms, theirs.ret_rms)):
         for name in ("mean", "var", "count"):
-            np.testing.assert_allclose(np.squeeze(getattr(ours, name)), getattr(reference, name), rtol=1e-9)
+            np.testing.assert_allclose(getattr(ours, name), getattr(reference, name), rtol=1e-9)
     assert kinds == {"termination", "truncation"} and largest_obs == largest_reward == 10.0
 
 
 def test_m1_statistics_are_golden():
-    stats = ppo.RunningMeanStd(())
-    assert stats.mean.dtype == stats.var.dtype == np.float64
-    stats.update(np.array([3.0]))
+    rms = ppo.RunningMeanStd(())
+    assert rms.mean.dtype == rms.var.dtype == np.float64
+    rms.update(np.array([3.0]))
     var = 0.0001 * (1.0001 + 9) / 1.0001**2
-    np.testing.assert_allclose((stats.mean, stats.var, stats.count), (3 / 1.0001, var, 1.0001), rtol=1e-12)
-    stats.mean, stats.var = np.ones(()), np.zeros(())
-    assert stats.normalize(np.array([1 + 1e-5])) == pytest.approx(0.1, rel=1e-6)
+    np.testing.assert_allclose(
+        (rms.mean, rms.var, rms.count), (3 / 1.0001, var, 1.0001), rtol=1e-12
+    )
+    rms.mean, rms.var = np.ones(()), np.zeros(())
+    assert rms.normalize(np.array([1 + 1e-5])) == pytest.approx(0.1, rel=1e-6)
 
 
 def test_m1_statistics_count_the_observations_of_resets():
-    envs = ppo.Envs("Noise-v0", 3, 1)
-    np.testing.assert_allclose(envs.obs_stats.count, 3.0001, rtol=1e-12)
-    np.testing.assert_allclose(envs.obs_stats.mean[0], envs.raw_obs.sum(0) / 3.0001, rtol=1e-12)
+    envs = make_envs("Noise-v0", 3, 1)
+    np.testing.assert_allclose(envs.obs_rms.count, 3.0001, rtol=1e-12)
+    np.testing.assert_allclose(envs.obs_rms.mean, envs.envs.obs.sum(0) / 3.0001, rtol=1e-12)
 
 
 def test_m2_observations_are_clipped_to_10():
-    stats = ppo.RunningMeanStd((1, 3))
-    clipped = stats.normalize(np.array([[1e6, -11.0, 9.5]]))
+    rms = ppo.RunningMeanStd(3)
+    clipped = rms.normalize(np.array([[1e6, -11.0, 9.5]]))
     np.testing.assert_allclose(clipped, [[10.0, -10.0, 9.5]], rtol=1e-6)
     assert clipped.dtype == np.float32
 
 
 def test_m3_m4_rewards_are_golden_over_a_termination_and_a_truncation():
-    envs, gamma, seen, discounted = ppo.Envs("Scripted-v0", 1, 1, gamma=0.5), 0.5, [], 0.0
+    gamma, seen, discounted = 0.5, [], 0.0
+    envs = make_envs("Scripted-v0", 1, 1, gamma)
     for step, ends in enumerate((False, True, False, True, False, False)):
         reward = (-2.0) ** step
         discounted = gamma * discounted + reward
@@ -525,7 +690,7 @@ def test_m3_m4_rewards_are_golden_over_a_termination_and_a_truncation():
         count, mean = len(seen) + 1e-4, sum(seen) / (len(seen) + 1e-4)
         var = (1e-4 + sum(x * x for x in seen)) / count - mean**2
         expected = np.clip(reward / math.sqrt(var + 1e-8), -10, 10)
-        rewards, episodes = envs.step(np.zeros((1, 2)))
+        rewards, _, _, episodes = envs.step(np.zeros((1, 2)))
         np.testing.assert_allclose(rewards, [expected], rtol=1e-7)
         assert bool(episodes) == ends
         discounted = 0.0 if ends else discounted
@@ -534,17 +699,20 @@ def test_m3_m4_rewards_are_golden_over_a_termination_and_a_truncation():
 
 @pytest.mark.parametrize("action", [1e6, -1e6])
 def test_m4_rewards_are_clipped_to_10(action):
-    envs = ppo.Envs("Unbounded-v0", 1, 1)
+    envs = make_envs("Unbounded-v0", 1, 1)
     for _ in range(200):
         envs.step(np.zeros((1, 2)))
-    assert envs.step(np.full((1, 2), action))[0] == 10.0 * np.sign(action)
+    rewards, *_ = envs.step(np.full((1, 2), action))
+    assert rewards == 10.0 * np.sign(action)
 
 
 def test_m5_log_probabilities_equal_those_of_a_multivariate_normal():
     agent = ppo.Agent(3, 4)
     agent.actor_logstd.data = torch.tensor([[-1.0, 0.0, 0.5, 1.0]])
     obs, actions = torch.randn(20, 3), torch.randn(20, 4)
-    normal = torch.distributions.MultivariateNormal(agent.actor_mean(obs), torch.diag(agent.actor_logstd[0].exp() ** 2))
+    normal = torch.distributions.MultivariateNormal(
+        agent.actor_mean(obs), torch.diag(agent.actor_logstd[0].exp() ** 2)
+    )
     logprobs, entropy, values = agent(obs, actions)
     torch.testing.assert_close(logprobs, normal.log_prob(actions), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy, normal.entropy(), rtol=1e-5, atol=1e-5)
@@ -561,29 +729,44 @@ def test_m5_log_std_is_one_free_parameter_per_action_dimension(given, expected):
 
 
 def test_m5_rollout_adds_noise_of_that_std_to_the_mean():
-    agent, envs = ppo.Agent(3, 2), ppo.Envs("Noise-v0", 3, 1)
+    agent, envs = ppo.Agent(3, 2), make_envs("Noise-v0", 3, 1)
     agent.actor_logstd.data = torch.tensor([[-3.0, 1.0]])
     agent.actor_mean[4].weight.data *= 100
     torch.manual_seed(7)
     obs, actions, *_ = ppo.rollout(agent, envs, 20)
     torch.manual_seed(7)
     noise = torch.randn(20, 3, 2) * torch.tensor([math.exp(-3), math.exp(1)])
-    torch.testing.assert_close(torch.from_numpy(actions), agent.actor_mean(torch.from_numpy(obs)).detach() + noise,
-                               rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torch.from_numpy(actions),
+        agent.actor_mean(torch.from_numpy(obs)).detach() + noise,
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 def test_m6_networks_are_two_tanh_layers_of_64():
     agent = ppo.Agent(17, 6)
     for network, outputs in ((agent.actor_mean, 6), (agent.critic, 1)):
-        assert [type(layer) for layer in network] == [nn.Linear, nn.Tanh, nn.Linear, nn.Tanh, nn.Linear]
-        assert [tuple(layer.weight.shape) for layer in network[::2]] == [(64, 17), (64, 64), (outputs, 64)]
+        assert [type(layer) for layer in network] == [
+            nn.Linear,
+            nn.Tanh,
+            nn.Linear,
+            nn.Tanh,
+            nn.Linear,
+        ]
+        assert [tuple(layer.weight.shape) for layer in network[::2]] == [
+            (64, 17),
+            (64, 64),
+            (outputs, 64),
+        ]
 
 
-def test_m6_numpy_policy_equals_the_module_and_keeps_a_copy_of_its_weights():
+def test_m6_numpy_mlp_equals_the_module_and_keeps_a_copy_of_its_weights():
     agent, obs = ppo.Agent(17, 6), torch.randn(50, 17)
     for layer in agent.actor_mean[::2]:
         nn.init.normal_(layer.bias)
-    policy, expected = ppo.numpy_policy(agent.actor_mean), agent.actor_mean(obs).detach().numpy()
+    policy = ppo.numpy_mlp(agent.actor_mean)
+    expected = agent.actor_mean(obs).detach().numpy()
     agent.actor_mean[4].weight.data.zero_()
     np.testing.assert_allclose(policy(obs.numpy()), expected, rtol=1e-5, atol=1e-7)
 
@@ -591,37 +774,38 @@ def test_m6_numpy_policy_equals_the_module_and_keeps_a_copy_of_its_weights():
 def test_m7_policy_and_value_share_nothing():
     agent = ppo.Agent(3, 2)
     batch = make_batch(agent, 32)
-    slices = dict(zip((name for name, _ in agent.named_parameters()),
-                      torch.arange(flat(agent).numel()).split([p.numel() for p in agent.parameters()])))
-    critic = torch.cat([slices[name] for name in slices if name.startswith("critic.")])
-    actor = torch.cat([slices[name] for name in slices if name.startswith("actor_")])
+    names = [name for name, p in agent.named_parameters() for _ in range(p.numel())]
+    critic = torch.tensor([name.startswith("critic.") for name in names])
+    actor = torch.tensor([name.startswith("actor_") for name in names])
     value_grad = raw_gradient(agent, batch | {"advantages": torch.zeros(32)}, ppo.Args())
     policy_grad = raw_gradient(agent, batch, ppo.Args(vf_coef=0.0))
-    assert len(critic) + len(actor) == flat(agent).numel()
+    assert (critic ^ actor).all()
     assert not value_grad[actor].any() and value_grad[critic].any()
     assert not policy_grad[critic].any() and policy_grad[actor].any()
 
 
 @pytest.mark.parametrize("env_id", BOUNDS)
 def test_m8_environment_gets_the_clipped_action_and_the_buffer_the_raw_one(env_id):
-    envs = ppo.Envs(env_id, 2, 1)
-    agent = ppo.Agent(envs.obs_dim, envs.action_dim, 1.0)
+    envs = make_envs(env_id, 2, 1)
+    space = envs.action_space
+    agent = ppo.Agent(3, gym.spaces.flatdim(space), 1.0)
     _, actions, *_ = ppo.rollout(agent, envs, 30)
-    space = envs.envs[0].action_space
     low, high = space.low.ravel(), space.high.ravel()
     assert actions.shape == (30, 2, space.low.size) and abs(actions.std() - math.e) < 0.5
-    for i, env in enumerate(envs.envs):
+    for i, env in enumerate(envs.envs.envs):
         received = np.stack(env.unwrapped.actions)
         assert received.dtype == space.dtype and received.shape[1:] == space.shape
-        np.testing.assert_allclose(received.reshape(30, -1), np.clip(actions[:, i], low, high), rtol=1e-6)
+        expected = np.clip(actions[:, i], low, high)
+        np.testing.assert_allclose(received.reshape(30, -1), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("target_kl, epochs", [(0.02, 2), (None, 5), (1.0, 5), (1e-9, 1)])
 def test_x3_an_epoch_whose_mean_kl_is_past_the_target_is_the_last(target_kl, epochs):
-    kls = iter([0.0, 0.01, 0.035, 0.05, 0.02, 0.01] + [0.0] * 9)  # means of the epochs .015, .0267, 0, ...
+    # the means of the epochs are 0.015, 0.0267, 0, ...
+    kls = iter([0.0, 0.01, 0.035, 0.05, 0.02, 0.01] + [0.0] * 9)
     steps = []
 
-    def step_minibatches(params, optimizer, agent, batch, indices, lr, clip_coef, args):
+    def step_minibatches(optimizer, agent, batch, indices, lr, clip_coef, args):
         steps.append(next(kls))
         metrics = torch.full((len(ppo.METRICS),), 7.0 * len(indices))
         metrics[ppo.METRICS.index("approx_kl")] = steps[-1] * len(indices)
@@ -638,26 +822,45 @@ def test_x3_an_epoch_whose_mean_kl_is_past_the_target_is_the_last(target_kl, epo
 def sb3_parameters(policy):
     """SB3's parameters in the order of Agent's."""
     value_net, policy_net = policy.mlp_extractor.value_net, policy.mlp_extractor.policy_net
-    layers = (value_net[0], value_net[2], policy.value_net, policy_net[0], policy_net[2], policy.action_net)
+    layers = (
+        value_net[0],
+        value_net[2],
+        policy.value_net,
+        policy_net[0],
+        policy_net[2],
+        policy.action_net,
+    )
     return [policy.log_std, *(p for layer in layers for p in layer.parameters())]
 
 
 def test_oracle_update_equals_that_of_stable_baselines3(monkeypatch):
-    size, flags = 64, {"ent_coef": 0.01, "clip_vloss": False, "num_minibatches": 4, "update_epochs": 3}
-    agent = ppo.Agent(3, 2, -0.3)
+    flags = {"ent_coef": 0.01, "clip_vloss": False, "num_minibatches": 4, "update_epochs": 3}
+    size, agent = 64, ppo.Agent(3, 2, -0.3)
     names = [name for name, _ in agent.named_parameters()]
-    assert names[0] == "actor_logstd" and names[1].startswith("critic") and names[-1].startswith("actor_mean")
+    assert names[0] == "actor_logstd"
+    assert names[1].startswith("critic") and names[-1].startswith("actor_mean")
     batch, before = make_batch(agent, size), flat(agent)
     # its value loss is a mean of squares without the half
-    model = PPO("MlpPolicy", DummyVecEnv([lambda: gym.make("Noise-v0")]), n_steps=size, batch_size=16, n_epochs=3,
-                learning_rate=3e-4, ent_coef=0.01, vf_coef=0.25, max_grad_norm=0.5, device="cpu")
+    model = PPO(
+        "MlpPolicy",
+        DummyVecEnv([lambda: gym.make("Noise-v0")]),
+        n_steps=size,
+        batch_size=16,
+        n_epochs=3,
+        learning_rate=3e-4,
+        ent_coef=0.01,
+        vf_coef=0.25,
+        max_grad_norm=0.5,
+        device="cpu",
+    )
     model.set_logger(Logger(None, []))
     for theirs, ours in zip(sb3_parameters(model.policy), agent.parameters(), strict=True):
         theirs.data = ours.detach().view(theirs.shape).clone()
     buffer = model.rollout_buffer
     twins = {"observations": "obs", "log_probs": "logprobs"}
     for name in ("observations", "actions", "log_probs", "values", "advantages", "returns"):
-        setattr(buffer, name, batch[twins.get(name, name)].numpy().reshape(getattr(buffer, name).shape))
+        values = batch[twins.get(name, name)].numpy()
+        setattr(buffer, name, values.reshape(getattr(buffer, name).shape))
     buffer.full = True
     np.random.seed(3)
     model.train()
@@ -670,31 +873,47 @@ def test_oracle_update_equals_that_of_stable_baselines3(monkeypatch):
     logged = model.logger.name_to_value
     metrics = dict(zip(ppo.METRICS, metrics.tolist()))
     for name, factor, their_name in (
-        ("policy_loss", 1, "policy_gradient_loss"), ("value_loss", 2, "value_loss"), ("entropy", -1, "entropy_loss"),
+        ("policy_loss", 1, "policy_gradient_loss"),
+        ("value_loss", 2, "value_loss"),
+        ("entropy", -1, "entropy_loss"),
         ("clipfrac", 1, "clip_fraction"),
     ):
-        assert metrics[name] * factor == pytest.approx(logged[f"train/{their_name}"], rel=1e-4, abs=1e-6)
+        logged_value = logged[f"train/{their_name}"]
+        assert metrics[name] * factor == pytest.approx(logged_value, rel=1e-4, abs=1e-6)
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_takes_the_name_of_the_last(monkeypatch, tmp_path):
-    done = []
-    for name in ("fsync", "replace"):
-        monkeypatch.setattr(os, name, lambda *args, name=name, real=getattr(os, name): (done.append(name), real(*args)))
-    ppo.save_checkpoint(tmp_path, {"weights": torch.ones(3)}, logs=())
-    assert done == ["fsync", "replace"]
-    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["weights"].sum() == 3
+def test_a_file_is_on_the_disk_before_it_takes_the_name_of_the_last(monkeypatch, tmp_path):
+    done, path = [], tmp_path / "checkpoint.pt"
+
+    def spy(name):
+        function = getattr(os, name)
+
+        def spied(*args):
+            done.append(name)
+            function(*args)
+
+        monkeypatch.setattr(os, name, spied)
+
+    spy("fsync")
+    spy("replace")
+    ppo.write_whole(path, b"weights")
+    assert done == ["fsync", "replace"] and path.read_bytes() == b"weights"
 
 
 def test_ratio_is_one_on_the_first_minibatch_of_every_update(run_script):
-    run_script(ppo.__file__, "--num-steps", "256", "--total-timesteps", "1024", "--num-minibatches", "1",
-               "--update-epochs", "1", "--learning-rate", "0.01", "--eval-episodes", "1", "--no-compile",
-               "--run-name", "run")
+    flags = (
+        "--num-steps 256 --total-timesteps 1024 --num-minibatches 1 --update-epochs 1 "
+        "--learning-rate 0.01 --eval-episodes 1 --no-compile --run-name run"
+    )
+    run_script(ppo.__file__, *flags.split())
     for tag, tolerance in (("approx_kl", 1e-6), ("old_approx_kl", 1e-5), ("clipfrac", 0.0)):
         values = [scalar.value for scalar in read_scalars(f"losses/{tag}")]
         np.testing.assert_allclose(values, np.zeros(4), atol=tolerance)
 
 
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
+)
 def test_compiled_update_equals_eager_over_50_minibatches():
     agent, args = ppo.Agent(17, 6), args_for(640, num_minibatches=10, update_epochs=5)
     batch = make_batch(agent, 640, off_policy=0.0)
@@ -704,24 +923,28 @@ def test_compiled_update_equals_eager_over_50_minibatches():
     for name, step_minibatches in (("eager", ppo.update_minibatches), ("compiled", function)):
         torch.manual_seed(3)
         results[name] = learn(agent, batch, args, step_minibatches)
-        first, params, lr = torch.randperm(640).view(10, 64)[:2], flat(agent), torch.tensor(0.0)
-        sums = step_minibatches(params, adam_state(params), agent, batch, first, lr, torch.tensor(0.2), args)
-        assert torch.equal(params, flat(agent))
+        twin = deepcopy(agent)
+        optimizer = ppo.FlatAdam(twin, eps=1e-5)
+        indices = torch.randperm(640).view(10, 64)[:2]
+        lr, clip_coef = torch.tensor(0.0), torch.tensor(0.2)
+        sums = step_minibatches(optimizer, twin, batch, indices, lr, clip_coef, args)
+        assert torch.equal(flat(twin), flat(agent))
         assert sums[3:].abs().max() < 1e-5  # the ratio is 1: no KL divergence, nothing clipped
-    (eager, state, metrics), (compiled, compiled_state, compiled_metrics) = results.values()
-    assert state["step"] == compiled_state["step"] == 50
+    eager, optimizer, metrics = results["eager"]
+    compiled, compiled_optimizer, compiled_metrics = results["compiled"]
+    assert optimizer.steps == compiled_optimizer.steps == 50
     assert (eager - flat(agent)).abs().max() > 3e-3
     torch.testing.assert_close(compiled, eager, rtol=0, atol=3e-6)
     torch.testing.assert_close(compiled_metrics, metrics, rtol=1e-4, atol=1e-5)
 
 
 def test_dict_observations_are_flattened():
-    envs, env = ppo.Envs("DictNoise-v0", 1, 1), gym.make("DictNoise-v0")
-    env.reset(seed=int(np.random.SeedSequence(1).generate_state(1)[0]))
-    obs, _ = env.reset()
-    assert envs.obs.shape == (1, 3) and envs.obs_dim == 3
+    envs, env = make_envs("DictNoise-v0", 1, 1), gym.make("DictNoise-v0")
+    obs, _ = env.reset(seed=first_seeds(1, 1)[0])
+    assert envs.obs.shape == (1, 3)
     for _ in range(10):
-        np.testing.assert_array_equal(envs.raw_obs[0], np.concatenate([obs[key].ravel() for key in envs.space]))
+        flattened = np.concatenate([obs["b"].ravel(), obs["a"].ravel()])
+        np.testing.assert_array_equal(envs.envs.obs[0], flattened)
         envs.step(np.zeros((1, 2)))
         obs, _, terminated, truncated, _ = env.step(np.zeros(2))
         obs = env.reset()[0] if terminated or truncated else obs
@@ -730,46 +953,70 @@ def test_dict_observations_are_flattened():
 def play(envs, steps):
     """Everything that envs gives for steps actions."""
     results = []
-    for actions in np.random.default_rng(1).normal(size=(steps, len(envs.envs), envs.action_dim)).astype(np.float32):
-        rewards, episodes = envs.step(actions)
-        results.append((envs.obs.tolist(), rewards.tolist(), [(*end, obs.tolist()) for *end, obs in episodes]))
+    shape = (steps, len(envs.obs), gym.spaces.flatdim(envs.action_space))
+    for actions in np.random.default_rng(1).normal(size=shape).astype(np.float32):
+        *arrays, episodes = envs.step(actions)
+        ends = [(*end, final_obs.tolist()) for *end, final_obs in episodes]
+        results.append((envs.obs.tolist(), [x.tolist() for x in arrays], ends))
     return results
 
 
-def saved(envs):
-    """The state of envs as a checkpoint gives it back."""
+def saved(part):
+    """The state of a part of a run as a checkpoint gives it back."""
     file = io.BytesIO()
-    torch.save(envs.state(), file)
+    torch.save(part.state_dict(), file)
     file.seek(0)
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("env_id, steps", [("HalfCheetah-v5", 100), ("DictNoise-v0", 23), ("DictNoise-v0", 0)])
+@pytest.mark.parametrize(
+    "env_id, steps",
+    [("HalfCheetah-v5", 100), ("DictNoise-v0", 23), ("DictNoise-v0", 0), ("Noise-v0", 2500)],
+)
 def test_environments_go_on_from_a_saved_state_bit_for_bit(env_id, steps, capsys):
-    envs = ppo.Envs(env_id, 2, 1)
+    """For any number of episodes since the last seed; after 1,000 steps comes a new one."""
+    envs = make_envs(env_id, 2, 1)
     play(envs, steps)
-    state = saved(envs)
-    other = ppo.Envs(env_id, 2, 99)
-    other.load_state(state)
+    rms, state = saved(envs.obs_rms), saved(envs)
+    assert all(len(env["actions"]) < 1100 for env in state["envs"]["envs"])
+    other = make_envs(env_id, 2, 99)
+    other.obs_rms.load_state_dict(rms)
+    other.load_state_dict(state)
     assert np.array_equal(other.obs, envs.obs)
     assert play(other, 40) == play(envs, 40)
-    assert str(other.state()) == str(envs.state())
+    assert leaves(saved(other)) == leaves(saved(envs))
+    assert leaves(saved(other.obs_rms)) == leaves(saved(envs.obs_rms))
     assert not capsys.readouterr().out
 
 
-def test_an_environment_that_does_not_come_back_is_reported_and_starts_afresh(capsys):
-    envs = ppo.Envs("Forgetful-v0", 2, 1)
-    play(envs, 23)
-    state = saved(envs)
-    other = ppo.Envs("Forgetful-v0", 2, 1)
-    other.load_state(state)
-    output = capsys.readouterr().out
-    assert "environment 0 can't be brought back" in output and "environment 1 can't be brought back" in output
-    assert not other.episode_lengths.any() and not other.episode_returns.any() and not other.discounted_returns.any()
-    assert np.array_equal(other.episode_counts, envs.episode_counts) and other.actions_since == [[], []]
-    for ours, theirs in ((other.obs_stats, envs.obs_stats), (other.return_stats, envs.return_stats)):
-        assert all(np.array_equal(x, y) for x, y in zip(vars(ours).values(), vars(theirs).values()))
-    play(other, 3)
+@pytest.fixture
+def forgotten(capsys):
+    """Environments and the ones that were loaded from their state and did not come back."""
+    envs = make_envs("Forgetful-v0", 2, 1)
+    play(envs, 22)
+    other = make_envs("Forgetful-v0", 2, 1)
+    other.obs_rms.load_state_dict(saved(envs.obs_rms))
+    other.load_state_dict(saved(envs))
+    assert capsys.readouterr().out.count("an environment can't be brought back") == 2
+    return envs, other
+
+
+def test_an_environment_that_does_not_come_back_starts_an_episode(forgotten):
+    """The statistics and the numbers of the episodes go on."""
+    for env, old in zip(forgotten[1].envs.envs, forgotten[0].envs.envs):
+        assert env.actions == [] and len(old.actions) == 22
+        assert (
+            env.get_wrapper_attr("episode_lengths") == env.get_wrapper_attr("episode_returns") == 0
+        )
+        assert env.get_wrapper_attr("episode_count") == old.get_wrapper_attr("episode_count") > 0
+    for name in ("obs_rms", "return_rms"):
+        ours, theirs = (getattr(envs, name).state_dict() for envs in forgotten)
+        assert leaves(ours) == leaves(theirs)
+    play(forgotten[1], 3)
+
+
+def test_the_discounted_return_of_an_episode_that_does_not_come_back_is_0(forgotten):
+    assert forgotten[0].discounted_returns.all() and not forgotten[1].discounted_returns.any()
 
 
 @pytest.fixture
@@ -778,39 +1025,49 @@ def made_envs(monkeypatch):
     made, make_env = [], ppo.make_env
 
     def spy(*args, **kwargs):
-        made.append(make_env(*args, **kwargs).unwrapped)
-        return made[-1]
+        env = make_env(*args, **kwargs)
+        made.append(env.unwrapped)
+        return env
 
     monkeypatch.setattr(ppo, "make_env", spy)
     return made
 
 
 def test_seeds_of_environments_are_shared_by_no_two_runs_and_no_evaluation(made_envs):
-    for seed in range(6):
-        envs = ppo.Envs("Noise-v0", 4, seed)
-        ppo.evaluate(ppo.Agent(3, 2), envs.obs_stats, ppo.Args(env_id="Noise-v0", seed=seed, eval_episodes=1))
-    seeds = [env.seeds[1] for env in made_envs]
-    assert len(seeds) == len(set(seeds)) == 30 and None not in seeds
-    ppo.Envs("Noise-v0", 4, 5)
-    assert [env.seeds[1] for env in made_envs[-4:]] == seeds[-5:-1]
+    """The first one and those that come after 1,000 steps; the same run has the same ones."""
+
+    def play_run(seed, num_envs=4):
+        made_envs.clear()
+        envs = make_envs("Noise-v0", num_envs, seed)
+        play(envs, 2200)
+        args = ppo.Args(env_id="Noise-v0", seed=seed, eval_episodes=1)
+        ppo.evaluate(ppo.Agent(3, 2), envs.obs_rms, args)
+        # the first reset is make_env's, which looks whether the environment works
+        return [[x for x in env.seeds[1:] if x is not None] for env in made_envs]
+
+    runs = [play_run(seed) for seed in range(3)]
+    assert all([len(seeds) for seeds in run] == [3, 3, 3, 3, 1] for run in runs)
+    seeds = [x for run in runs for seeds in run for x in seeds]
+    assert len(set(seeds)) == len(seeds)
+    assert play_run(2) == runs[2]
 
 
 def test_evaluation_plays_mean_actions_and_leaves_the_statistics(made_envs):
-    envs, agent = ppo.Envs("Noise-v0", 2, 1), ppo.Agent(3, 2)
+    envs, agent = make_envs("Noise-v0", 2, 1), ppo.Agent(3, 2)
     agent.actor_mean[4].weight.data *= 100
     play(envs, 20)
-    before = {name: x.copy() for name, x in vars(envs.obs_stats).items()}
+    before = leaves(envs.obs_rms.state_dict())
     args = ppo.Args(env_id="Noise-v0", eval_episodes=7)
-    results = [ppo.evaluate(agent, envs.obs_stats, args) for _ in range(2)]
-    assert results[0] == results[1] and len(results[0]["returns"]) == len(results[0]["lengths"]) == 7
-    assert all(np.array_equal(before[name], x) for name, x in vars(envs.obs_stats).items())
+    results = [ppo.evaluate(agent, envs.obs_rms, args) for _ in range(2)]
+    assert results[0] == results[1]
+    assert len(results[0]["returns"]) == len(results[0]["lengths"]) == 7
+    assert leaves(envs.obs_rms.state_dict()) == before
     env, actions, returns = gym.make("Noise-v0"), [], [0.0]
-    env.reset(seed=made_envs[-1].seeds[1])
-    obs, _ = env.reset()
+    obs, _ = env.reset(seed=made_envs[-1].seeds[1])
     while len(returns) <= 7:
         with torch.no_grad():
-            mean = agent.actor_mean(torch.from_numpy(envs.obs_stats.normalize(obs[None]))).numpy()[0]
-        actions.append(mean.clip(-1, 1))
+            mean = agent.actor_mean(torch.from_numpy(envs.obs_rms.normalize(obs[None]))).numpy()
+        actions.append(mean[0].clip(-1, 1))
         obs, reward, terminated, truncated, _ = env.step(actions[-1])
         returns[-1] += float(reward)
         if terminated or truncated:
@@ -821,7 +1078,10 @@ def test_evaluation_plays_mean_actions_and_leaves_the_statistics(made_envs):
 
 
 def test_identity_environment_is_solved(run_script):
-    run = run_script(ppo.__file__, "--env-id", "Identity-v0", "--total-timesteps", "8192", "--num-steps", "512",
-                     "--num-minibatches", "4", "--learning-rate", "0.003", "--eval-episodes", "200", "--no-compile")
-    returns = json.loads((run.run_dir / "evaluation.json").read_text())["returns"]
+    flags = (
+        "--env-id Identity-v0 --total-timesteps 8192 --num-steps 512 --num-minibatches 4 "
+        "--learning-rate 0.003 --eval-episodes 200 --no-compile"
+    )
+    module = run_script(ppo.__file__, *flags.split())
+    returns = json.loads((module.run.folder / "evaluation.json").read_text())["returns"]
     assert np.mean(returns) > -0.01  # -0.33 for actions of zero
