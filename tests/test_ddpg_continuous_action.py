@@ -115,14 +115,12 @@ def flat(module):
     return nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
-def learners_of(agent, args, distance=0.01):
-    """What the script's update takes first; distance: of the targets from the agent."""
-    actor = ddpg.FlatAdam(agent.actor, eps=1e-8)
-    critic = ddpg.FlatAdam(agent.critic, eps=1e-8, weight_decay=args.weight_decay)
-    targets = ddpg.Target(actor), ddpg.Target(critic)
-    for target in targets:
+def make_learner(agent, args, distance=0.01):
+    """A learner; distance: of the targets from the agent."""
+    learner = ddpg.Learner(agent, args)
+    for target in (learner.actor_target, learner.critic_target):
         target.params += distance * torch.randn_like(target.params)
-    return (agent, actor, critic, *targets, ddpg.Metrics())
+    return learner
 
 
 def transitions(n, obs_dim, action_dim):
@@ -136,8 +134,8 @@ def transitions(n, obs_dim, action_dim):
 class Reference:
     """DDPG in straight torch: modules, autograd, torch.optim.Adam, targets as copies."""
 
-    def __init__(self, learners, args):
-        agent, _, _, *targets, _ = learners
+    def __init__(self, agent, learner, args):
+        targets = (learner.actor_target, learner.critic_target)
         self.args = args
         self.nets = copy.deepcopy(agent)
         self.targets = copy.deepcopy(agent)
@@ -179,17 +177,17 @@ class Reference:
                     target.copy_((1 - self.args.tau) * target + self.args.tau * parameter)
         return metrics
 
-    def assert_equals(self, learners, rtol, atol):
+    def assert_equals(self, agent, learner, rtol, atol):
         """The weights and the targets, and that the agent has these weights."""
-        agent, actor, critic, actor_target, critic_target, _ = learners
+        actor, critic = learner.actor_optimizer.params, learner.critic_optimizer.params
         for ours, theirs in (
-            (actor.params, self.nets.actor),
-            (critic.params, self.nets.critic),
-            (actor_target.params, self.targets.actor),
-            (critic_target.params, self.targets.critic),
+            (actor, self.nets.actor),
+            (critic, self.nets.critic),
+            (learner.actor_target.params, self.targets.actor),
+            (learner.critic_target.params, self.targets.critic),
         ):
             torch.testing.assert_close(ours, flat(theirs), rtol=rtol, atol=atol)
-        assert torch.equal(flat(agent), torch.cat((actor.params, critic.params)))
+        assert torch.equal(flat(agent), torch.cat((actor, critic)))
 
 
 ALL_FLAGS = {
@@ -221,20 +219,20 @@ def test_updates_equal_a_plain_reference(flags, compiled):
     """
     args = ddpg.Args(hidden_sizes=(16, 12), compile=compiled, **flags)
     agent = ddpg.Agent(3, 2, args.hidden_sizes)
-    learners = learners_of(agent, args)
-    _, actor, critic, _, _, metrics = learners
-    reference = Reference(learners, args)
+    learner = make_learner(agent, args)
+    reference = Reference(agent, learner, args)
     update = ddpg.compile_or_not(ddpg.update, args, torch.device("cpu"))
     sums = np.zeros(3)
     for number in range(10):
         rows = transitions(32, 3, 2)
-        update(*learners, rows, number % 3 > 0, args)
+        update(agent, learner, rows, number % 3 > 0, args)
         expected = reference.update(rows, number % 3 > 0)
         sums[: len(expected)] += expected
-    reference.assert_equals(learners, rtol=1e-4, atol=2e-6)
-    np.testing.assert_allclose(metrics.sums, sums, rtol=1e-4, atol=1e-5)
-    assert metrics.counts.tolist() == [10, 10, 6]
-    assert (critic.steps, actor.steps) == (10, 6)
+    reference.assert_equals(agent, learner, rtol=1e-4, atol=2e-6)
+    np.testing.assert_allclose(learner.sums, sums, rtol=1e-4, atol=1e-5)
+    assert learner.counts.tolist() == [10, 10, 6]
+    assert learner.critic_optimizer.steps == 10
+    assert learner.actor_optimizer.steps == 6
     if args.max_grad_norm == BETWEEN:
         assert min(reference.norms) < BETWEEN < max(reference.norms)
 
@@ -254,12 +252,13 @@ def test_updates_equal_those_of_stable_baselines3(monkeypatch):
         policy_kwargs={"net_arch": [16, 16]},
     )
     model.set_logger(Logger(None, []))
-    learners = learners_of(ddpg.Agent(3, 1, args.hidden_sizes), args)
+    agent = ddpg.Agent(3, 1, args.hidden_sizes)
+    learner = make_learner(agent, args)
     pairs = (
-        (learners[1].params, model.actor.mu),
-        (learners[2].params, model.critic.qf0),
-        (learners[3].params, model.actor_target.mu),
-        (learners[4].params, model.critic_target.qf0),
+        (learner.actor_optimizer.params, model.actor.mu),
+        (learner.critic_optimizer.params, model.critic.qf0),
+        (learner.actor_target.params, model.actor_target.mu),
+        (learner.critic_target.params, model.critic_target.qf0),
     )
     for ours, theirs in pairs:
         nn.utils.vector_to_parameters(ours.clone(), theirs.parameters())
@@ -269,7 +268,7 @@ def test_updates_equal_those_of_stable_baselines3(monkeypatch):
         batch = ReplayBufferSamples(obs, actions, next_obs, terminations, rewards)
         monkeypatch.setattr(model.replay_buffer, "sample", lambda *_, batch=batch, **__: batch)
         model.train(gradient_steps=1, batch_size=32)
-        ddpg.update(*learners, rows, True, args)
+        ddpg.update(agent, learner, rows, True, args)
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, flat(theirs), rtol=1e-5, atol=1e-7)
 
@@ -277,32 +276,41 @@ def test_updates_equal_those_of_stable_baselines3(monkeypatch):
 def test_the_step_of_the_actor_leaves_the_critic_alone():
     """After an update the critic is the same with and without it; actor and targets differ."""
     args = ddpg.Args(hidden_sizes=(16, 16))
-    before = learners_of(ddpg.Agent(3, 2, args.hidden_sizes), args)
+    agent = ddpg.Agent(3, 2, args.hidden_sizes)
+    learner = make_learner(agent, args)
+    before = dict(learner.named_buffers())
     rows = transitions(32, 3, 2)
-    after = {}
-    for with_actor in (False, True):
-        after[with_actor] = copy.deepcopy(before)
-        ddpg.update(*after[with_actor], rows, with_actor, args)
-    assert torch.equal(after[True][2].params, after[False][2].params)
-    assert not torch.equal(after[True][2].params, before[2].params)
-    assert torch.equal(after[False][1].params, before[1].params)
-    assert not torch.equal(after[True][1].params, before[1].params)
-    for net, target in ((1, 3), (2, 4)):
-        assert torch.equal(after[False][target].params, before[target].params)
-        moved = 0.995 * before[target].params + 0.005 * after[True][net].params
-        torch.testing.assert_close(after[True][target].params, moved, rtol=1e-6, atol=1e-7)
+
+    def after(with_actor):
+        copied_agent, copied = copy.deepcopy((agent, learner))
+        ddpg.update(copied_agent, copied, rows, with_actor, args)
+        return copied
+
+    critic_only, both = after(False), after(True)
+    critic = "critic_optimizer"
+    actor = "actor_optimizer"
+    assert torch.equal(getattr(both, critic).params, getattr(critic_only, critic).params)
+    assert not torch.equal(getattr(both, critic).params, learner.critic_optimizer.params)
+    assert torch.equal(getattr(critic_only, actor).params, learner.actor_optimizer.params)
+    assert not torch.equal(getattr(both, actor).params, learner.actor_optimizer.params)
+    for optimizer, target in ((actor, "actor_target"), (critic, "critic_target")):
+        old = before[f"{target}.params"]
+        assert torch.equal(getattr(critic_only, target).params, old)
+        moved = 0.995 * old + 0.005 * getattr(both, optimizer).params
+        torch.testing.assert_close(getattr(both, target).params, moved, rtol=1e-6, atol=1e-7)
 
 
 def test_metrics_are_means_of_what_there_is():
     """And start again when they were asked for."""
-    metrics = ddpg.Metrics()
-    assert metrics.means() == {}
-    metrics.sums += torch.tensor([6.0, 9.0, 0.0])
-    metrics.counts += torch.tensor([3.0, 3.0, 0.0])
-    assert metrics.means() == {"qf1_values": 2.0, "qf1_loss": 3.0}
-    metrics.sums += torch.tensor([1.0, 2.0, 6.0])
-    metrics.counts += torch.tensor([1.0, 1.0, 2.0])
-    assert metrics.means() == {"qf1_values": 1.0, "qf1_loss": 2.0, "actor_loss": 3.0}
+    args = ddpg.Args()
+    learner = ddpg.Learner(ddpg.Agent(3, 1, args.hidden_sizes), args)
+    assert learner.mean_metrics() == {}
+    learner.sums += torch.tensor([6.0, 9.0, 0.0])
+    learner.counts += torch.tensor([3.0, 3.0, 0.0])
+    assert learner.mean_metrics() == {"qf1_values": 2.0, "qf1_loss": 3.0}
+    learner.sums += torch.tensor([1.0, 2.0, 6.0])
+    learner.counts += torch.tensor([1.0, 1.0, 2.0])
+    assert learner.mean_metrics() == {"qf1_values": 1.0, "qf1_loss": 2.0, "actor_loss": 3.0}
 
 
 def test_networks_and_defaults_are_those_of_the_td3_paper():
@@ -462,8 +470,8 @@ def test_numbers_of_updates(run_script, flags, critic_steps, actor_steps):
         *("--env-id", "Stamped-v0", "--total-timesteps", "100", "--learning-starts", "39"),
         *("--random-steps", "20", *flags),
     )
-    assert ran.critic_optimizer.steps == critic_steps
-    assert ran.actor_optimizer.steps == actor_steps
+    assert ran.learner.critic_optimizer.steps == critic_steps
+    assert ran.learner.actor_optimizer.steps == actor_steps
 
 
 ALL_OF_A_RUN = [
@@ -492,7 +500,8 @@ def test_a_run_equals_plain_code(run_script, flags):
     next_obs = np.append(obs[1:], ran.envs.obs[None], 0)  # after resets
     torch.manual_seed(7)
     draws = np.random.RandomState(7)
-    reference = Reference(learners_of(ddpg.Agent(3, 2, (8, 8)), args, distance=0.0), args)
+    agent = ddpg.Agent(3, 2, (8, 8))
+    reference = Reference(agent, make_learner(agent, args, distance=0.0), args)
     num_updates = 0
     noise = np.zeros((2, 2))
     decay, last_std = (0.85, 0.02) if flags else (0.0, 0.1)
@@ -534,13 +543,13 @@ def test_a_run_equals_plain_code(run_script, flags):
             logged += [(count, np.mean(values)) for values in metrics]
             metrics = [[], [], []]
     assert num_updates == 430 * args.updates_per_step
-    reference.assert_equals(ran.learners, rtol=2e-3, atol=5e-5)
+    reference.assert_equals(ran.agent, ran.learner, rtol=2e-3, atol=5e-5)
     events = EventAccumulator(str(ran.run.folder)).Reload()
     losses = [events.Scalars(f"losses/{name}") for name in ddpg.METRICS]
     ours = [(scalar.step, scalar.value) for scalars in zip(*losses) for scalar in scalars]
     np.testing.assert_allclose(ours, logged, rtol=1e-3, atol=1e-4)
     rest = [np.sum(values) for values in metrics]
-    np.testing.assert_allclose(ran.metrics.sums, rest, rtol=1e-3, atol=1e-2)
+    np.testing.assert_allclose(ran.learner.sums, rest, rtol=1e-3, atol=1e-2)
 
 
 def unchanged(obs_dim):
@@ -718,9 +727,10 @@ def test_evaluations_leave_the_run_as_it_is(run_script, made):
     seldom = run_script(SCRIPT, *flags, "--eval-interval", "1000", "--run-name", "seldom")
     made.clear()
     often = run_script(SCRIPT, *flags, "--eval-interval", "10", "--run-name", "often")
-    for ours, theirs in zip(often.learners, seldom.learners):
-        for name, x in ours.state_dict().items():
-            assert torch.equal(x, theirs.state_dict()[name])
+    for part in ("agent", "learner"):
+        ours, theirs = vars(often)[part].state_dict(), vars(seldom)[part].state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(x, theirs[name]) for name, x in ours.items())
     assert np.array_equal(often.replay.rows[:120], seldom.replay.rows[:120])
     result = json.loads((often.run.folder / "evaluation.json").read_text())
     assert result["lengths"] == [made[-1].end_before]
