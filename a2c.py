@@ -144,6 +144,7 @@ class ActionMask(gym.Wrapper):
         self.first_place = np.cumsum(self.nvec) - self.nvec
 
     def add_mask(self, obs, info):
+        """Keeps the mask for step(), and returns obs with the mask behind it."""
         self.mask = info.get("action_mask")
         row = np.ones(len(obs) + self.mask_size, np.float32)
         row[: len(obs)] = obs
@@ -159,7 +160,7 @@ class ActionMask(gym.Wrapper):
         return self.add_mask(obs, info), info
 
     def step(self, action):
-        if self.mask is not None:
+        if self.mask is not None:  # after an episode's end it may allow nothing
             largest = np.maximum.reduceat(self.mask, self.first_place)  # of each part
             if not (largest > 0).all():
                 fail("an action_mask allows no action: fix the environment", code=1)
@@ -222,7 +223,8 @@ class ReplayEnv(gym.Wrapper):
 
     Given a seed and actions, an environment always does the same. So it is saved as its last seed
     and the actions since, which are played again to bring it back. It gets a new seed with the
-    first episode that starts at least steps_per_seed steps after the last seed.
+    first episode that starts at least steps_per_seed steps after the last seed. actions is empty
+    just then.
     """
 
     def __init__(self, env, steps_per_seed=1000):
@@ -514,12 +516,12 @@ def compute_advantages(rewards, values, next_values, terminations, dones, gamma,
     the episode, at dones.
     """
     deltas = rewards + gamma * np.where(terminations, 0.0, next_values) - values
-    decays = gamma * gae_lambda * ~dones
+    decays = gamma * gae_lambda * ~dones  # float64, and so is the running sum
     advantages = np.zeros_like(deltas)
-    last = np.zeros_like(deltas[0])
+    advantage = np.zeros_like(deltas[0])
     for step in reversed(range(len(deltas))):
-        last = deltas[step] + decays[step] * last
-        advantages[step] = last
+        advantage = deltas[step] + decays[step] * advantage
+        advantages[step] = advantage
     return advantages
 
 
@@ -590,7 +592,7 @@ class FlatAdam(nn.Module):
             weight_decay=self.weight_decay,
             amsgrad=False,
             maximize=False,
-            fused=not torch.compiler.is_compiling(),
+            fused=not torch.compiler.is_compiling(),  # the compiler fuses by itself
         )
 
 
@@ -633,18 +635,17 @@ def compile_or_not(function, args, device):
         # With a threshold of 4, powers of Adam's betas are computed once, not for every eight
         # parameters
         options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}
-    try:
+    try:  # on something small
         torch.compile(torch.sin, options=options)(torch.ones(1, device=device))
     except Exception as error:  # whatever is missing (compiler, headers, cache) is in the message
-        reason = str(error).strip().splitlines()[0][:200]
-        print(f"running without compilation, slower: {reason}")
+        print(f"running without compilation, slower: {one_line(error)}")
         return function
     torch._dynamo.config.trace_autograd_ops = True  # else it can't compile torch.autograd.grad
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
 def evaluate(agent, args, video_dir=None):
-    """Plays --eval-episodes with the likeliest actions and a seed of its own."""
+    """Plays --eval-episodes episodes with the likeliest actions and a seed of its own."""
     if video_dir:
         video_dir = video_dir / "evaluation"
     envs = VecEnv([make_env(args.env_id, video_dir)], (args.seed, 1))
@@ -705,7 +706,7 @@ def read_flags(may_change):
     else:
         saved = load_checkpoint(Path(old_run))
         own = replace(Args(**saved["args"]), resume=args.resume, evaluate=args.evaluate)
-        args = tyro.cli(Args, default=own)
+        args = tyro.cli(Args, default=own)  # the command line again, now on the run's own flags
         args.folder = Path(old_run)
         changeable = ["eval_episodes", "capture_video", "video_interval", *may_change]
         changed = []
@@ -782,12 +783,12 @@ class Run:
         self.log_sizes = {}
         self.stop_signal = None
         self.can_wait = False  # whether a signal waits for the end of the iteration
+        signal.signal(signal.SIGINT, self.on_signal)
+        signal.signal(signal.SIGTERM, self.on_signal)
         if saved is None:
             self.make_folder()
         elif args.resume:
             self.leave_if_finished()
-        signal.signal(signal.SIGINT, self.on_signal)
-        signal.signal(signal.SIGTERM, self.on_signal)
 
     def make_folder(self):
         """Makes the folder and config.json."""
@@ -820,8 +821,8 @@ class Run:
     def restore(self, **parts):
         """Names the run's parts and, if there is a checkpoint, brings them back in this order.
 
-        A part is anything with state_dict() and load_state_dict(). The networks are one of them,
-        agent.
+        A part is anything with state_dict() and load_state_dict(). One must be called agent: the
+        networks.
         """
         self.parts = parts
         if self.saved is None:

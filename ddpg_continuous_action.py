@@ -20,7 +20,7 @@
 
 Deep Deterministic Policy Gradient, Lillicrap et al. 2015, https://arxiv.org/abs/1509.02971, with
 the settings of the TD3 paper, Fujimoto et al. 2018, https://arxiv.org/abs/1802.09477 ("OurDDPG").
-Flags reach those of the first paper; the README has them. The comments use the numbers of details
+Flags give those of the first paper; the README lists them. The comments use the numbers of details
 of ppo_continuous_action.py. A time limit is not a termination.
 Diff it against ppo_continuous_action.py.
 
@@ -96,7 +96,7 @@ class Args:
     updates_per_step: float = 1.0  # updates for each step of an environment; may be below 1
     policy_frequency: int = 1  # update the actor and the targets at every N-th update of the critic
     noise_type: Literal["gaussian", "ou"] = "gaussian"  # independent, or Ornstein-Uhlenbeck's
-    exploration_noise: float = 0.1  # standard deviation (ou: of a step), in half action ranges
+    exploration_noise: float = 0.1  # standard deviation (ou: of an increment), actions from -1 to 1
     final_exploration_noise: float | None = None  # the same at the last step, linear in between
     max_grad_norm: float | None = None  # largest norm of the gradient, actor's and critic's
     weight_decay: float = 0.0  # weight of the L2 penalty on the critic's parameters
@@ -210,7 +210,8 @@ class ReplayEnv(gym.Wrapper):
 
     Given a seed and actions, an environment always does the same. So it is saved as its last seed
     and the actions since, which are played again to bring it back. It gets a new seed with the
-    first episode that starts at least steps_per_seed steps after the last seed.
+    first episode that starts at least steps_per_seed steps after the last seed. actions is empty
+    just then.
     """
 
     def __init__(self, env, steps_per_seed=1000):
@@ -375,7 +376,7 @@ class RunningMeanStd:
         self.count = total
 
     def normalize(self, x):
-        """x (n, *shape) -> distance from the mean in deviations, clipped to 10 (M2), float32."""
+        """x (..., *shape) -> distance from the mean in deviations, clipped to 10 (M2), float32."""
         x = (x - self.mean) / np.sqrt(self.var + 1e-8)
         return np.minimum(np.maximum(x, -10.0), 10.0).astype(np.float32)
 
@@ -446,9 +447,9 @@ class Normalizer:
 class ReplayBuffer:
     """The last size transitions, float32 rows in a file that is mapped to memory.
 
-    So a checkpoint needs only their number. The file has spare more rows. At most so many are
-    written between two checkpoints, so all that a checkpoint may sample from is still there when a
-    killed run goes on from it.
+    So a checkpoint needs only their number. The file has size + spare rows. At most spare rows are
+    written between two checkpoints, so a killed run that goes on from a checkpoint still finds
+    every row that it may sample.
     """
 
     def __init__(self, path, size, spare, obs_dim, action_dim, is_new):
@@ -628,7 +629,7 @@ class FlatAdam(nn.Module):
             weight_decay=self.weight_decay,
             amsgrad=False,
             maximize=False,
-            fused=not torch.compiler.is_compiling(),
+            fused=not torch.compiler.is_compiling(),  # the compiler fuses by itself
         )
 
 
@@ -640,13 +641,14 @@ class Target(nn.Module):
         self.register_buffer("params", optimizer.params.clone())
 
     def follow(self, optimizer, tau):
+        """Moves params by the part tau of the way to the optimizer's."""
         self.params.lerp_(optimizer.params, tau)
 
 
 class Learner(nn.Module):
     """What updates change besides the networks: optimizers, targets, and METRICS not yet logged.
 
-    Of these there are sums, and counts, how many of each: float32 (3,).
+    sums: of each of these METRICS; counts: how many values a sum has; float32 (3,).
     """
 
     def __init__(self, agent, args):
@@ -729,18 +731,17 @@ def compile_or_not(function, args, device):
         # With a threshold of 4, powers of Adam's betas are computed once, not for every eight
         # parameters
         options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}
-    try:
+    try:  # on something small
         torch.compile(torch.sin, options=options)(torch.ones(1, device=device))
     except Exception as error:  # whatever is missing (compiler, headers, cache) is in the message
-        reason = str(error).strip().splitlines()[0][:200]
-        print(f"running without compilation, slower: {reason}")
+        print(f"running without compilation, slower: {one_line(error)}")
         return function
     torch._dynamo.config.trace_autograd_ops = True  # else it can't compile torch.autograd.grad
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
 def evaluate(agent, normalizer, args, video_dir=None):
-    """Plays --eval-episodes without noise, with frozen statistics and a seed of its own."""
+    """Plays --eval-episodes episodes with no noise, frozen statistics and a seed of its own."""
     if video_dir:
         video_dir = video_dir / "evaluation"
     envs = VecEnv([make_env(args.env_id, video_dir)], (args.seed, 1))
@@ -799,7 +800,7 @@ def read_flags(may_change):
     else:
         saved = load_checkpoint(Path(old_run))
         own = replace(Args(**saved["args"]), resume=args.resume, evaluate=args.evaluate)
-        args = tyro.cli(Args, default=own)
+        args = tyro.cli(Args, default=own)  # the command line again, now on the run's own flags
         args.folder = Path(old_run)
         changeable = ["eval_episodes", "capture_video", "video_interval", *may_change]
         changed = []
@@ -876,12 +877,12 @@ class Run:
         self.log_sizes = {}
         self.stop_signal = None
         self.can_wait = False  # whether a signal waits for the end of the iteration
+        signal.signal(signal.SIGINT, self.on_signal)
+        signal.signal(signal.SIGTERM, self.on_signal)
         if saved is None:
             self.make_folder()
         elif args.resume:
             self.leave_if_finished()
-        signal.signal(signal.SIGINT, self.on_signal)
-        signal.signal(signal.SIGTERM, self.on_signal)
 
     def make_folder(self):
         """Makes the folder and config.json."""
@@ -914,8 +915,8 @@ class Run:
     def restore(self, **parts):
         """Names the run's parts and, if there is a checkpoint, brings them back in this order.
 
-        A part is anything with state_dict() and load_state_dict(). The networks are one of them,
-        agent.
+        A part is anything with state_dict() and load_state_dict(). One must be called agent: the
+        networks.
         """
         self.parts = parts
         if self.saved is None:
@@ -1148,14 +1149,15 @@ if __name__ == "__main__":
         envs=envs,
     )
     just_reset = np.array([not env.actions for env in envs.envs])
-    noise.reset(just_reset)  # where an environment could not be brought back
+    noise.reset(just_reset)  # or could not be brought back
     normalizer.discounted_returns[just_reset] = 0.0
 
     compiled_update = compile_or_not(update, args, device)
-    no_rows = torch.zeros(args.batch_size, sum(agent.row_sizes), device=device)
-    for with_actor in [True] if args.policy_frequency == 1 else [False, True]:
-        # Compile before the first step, with a copy
-        compiled_update(agent, copy.deepcopy(learner), no_rows, with_actor, args)
+    # Compile before the first step: on zeros, with copies of what changes
+    zeros = torch.zeros(args.batch_size, sum(agent.row_sizes), device=device)
+    variants = [True] if args.policy_frequency == 1 else [False, True]
+    for with_actor in variants:
+        compiled_update(agent, copy.deepcopy(learner), zeros, with_actor, args)
 
     random_steps = args.learning_starts if args.random_steps is None else args.random_steps
     for iteration in run.iterations():

@@ -21,7 +21,8 @@
 Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the
 details of openai/baselines ppo2 that "The 37 Implementation Details of PPO" explains,
 https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
-In the comments G1 to G11 are the general ones, M6 is one for MuJoCo, X1 and X3 are optional.
+Comments number them in an order of our own: G1 to G11 are general, M6 is for MuJoCo, X1 and X3 are
+optional.
 Unlike in baselines, a time limit is not a termination; --no-bootstrap-truncated makes it one.
 Diff it against a2c.py or ppo_lstm.py.
 
@@ -99,7 +100,7 @@ class Args:
     max_grad_norm: float = 0.5  # largest norm of the gradient, actor and critic together
     target_kl: float | None = None  # an epoch whose approximate KL exceeds this is the last
     bootstrap_truncated: bool = True  # bootstrap where a time limit has cut an episode
-    kl_penalty: bool = False  # PPO-Penalty: an adaptive penalty on the KL in place of clipping
+    kl_penalty: bool = False  # PPO-Penalty: an adaptive penalty on the KL, no clipping at all
     kl_target: float = 0.01  # KL of an iteration that --kl-penalty and --adaptive-lr aim at
     adaptive_lr: bool = False  # let the learning rate follow the KL, in place of --anneal-lr
 
@@ -159,6 +160,7 @@ class ActionMask(gym.Wrapper):
         self.first_place = np.cumsum(self.nvec) - self.nvec
 
     def add_mask(self, obs, info):
+        """Keeps the mask for step(), and returns obs with the mask behind it."""
         self.mask = info.get("action_mask")
         row = np.ones(len(obs) + self.mask_size, np.float32)
         row[: len(obs)] = obs
@@ -174,7 +176,7 @@ class ActionMask(gym.Wrapper):
         return self.add_mask(obs, info), info
 
     def step(self, action):
-        if self.mask is not None:
+        if self.mask is not None:  # after an episode's end it may allow nothing
             largest = np.maximum.reduceat(self.mask, self.first_place)  # of each part
             if not (largest > 0).all():
                 fail("an action_mask allows no action: fix the environment", code=1)
@@ -237,7 +239,8 @@ class ReplayEnv(gym.Wrapper):
 
     Given a seed and actions, an environment always does the same. So it is saved as its last seed
     and the actions since, which are played again to bring it back. It gets a new seed with the
-    first episode that starts at least steps_per_seed steps after the last seed.
+    first episode that starts at least steps_per_seed steps after the last seed. actions is empty
+    just then.
     """
 
     def __init__(self, env, steps_per_seed=1000):
@@ -529,12 +532,12 @@ def compute_advantages(rewards, values, next_values, terminations, dones, gamma,
     the episode, at dones.
     """
     deltas = rewards + gamma * np.where(terminations, 0.0, next_values) - values
-    decays = gamma * gae_lambda * ~dones
+    decays = gamma * gae_lambda * ~dones  # float64, and so is the running sum
     advantages = np.zeros_like(deltas)
-    last = np.zeros_like(deltas[0])
+    advantage = np.zeros_like(deltas[0])
     for step in reversed(range(len(deltas))):
-        last = deltas[step] + decays[step] * last
-        advantages[step] = last
+        advantage = deltas[step] + decays[step] * advantage
+        advantages[step] = advantage
     return advantages
 
 
@@ -562,7 +565,7 @@ def ppo_loss(params, agent, batch, coef, args):
     them, and logprobs, advantages, returns, values (n,); coef: the clip range, or with
     --kl-penalty the penalty's coefficient.
     """
-    clip_coef = math.inf if args.kl_penalty else coef
+    clip_coef = math.inf if args.kl_penalty else coef  # inf clips neither ratios nor values
     logprobs, entropy, values = call(agent, params, batch["obs"], batch["actions"])
     logratio = logprobs - batch["logprobs"]
     ratio = logratio.exp()
@@ -593,7 +596,7 @@ def ppo_loss(params, agent, batch, coef, args):
 
 
 class KLController:
-    """What follows the KL of an iteration: the penalty's coefficient and the learning rate.
+    """Adapts the penalty's coefficient and the learning rate to the KL of each iteration.
 
     The coefficient as in section 4 of the paper, the learning rate as in rl_games.
     """
@@ -605,14 +608,14 @@ class KLController:
 
     def update(self, kl):
         """Adapts both after an iteration that has changed the policy by kl."""
-        excess = kl / self.kl_target
-        if excess > 1.5:
+        ratio = kl / self.kl_target
+        if ratio > 1.5:
             self.kl_coef = min(self.kl_coef * 2, 1e6)
-        elif excess < 1 / 1.5:
+        elif ratio < 1 / 1.5:
             self.kl_coef = max(self.kl_coef / 2, 1e-6)
-        if excess > 2:
+        if ratio > 2:
             self.learning_rate = max(self.learning_rate / 1.5, 1e-6)
-        elif excess < 0.5:
+        elif ratio < 0.5:
             self.learning_rate = min(self.learning_rate * 1.5, 1e-2)
 
     def state_dict(self):
@@ -656,7 +659,7 @@ class FlatAdam(nn.Module):
             weight_decay=self.weight_decay,
             amsgrad=False,
             maximize=False,
-            fused=not torch.compiler.is_compiling(),
+            fused=not torch.compiler.is_compiling(),  # the compiler fuses by itself
         )
 
 
@@ -679,8 +682,11 @@ def update_minibatches(optimizer, agent, batch, indices, lr, clip_coef, args):
 
 
 def update(step_minibatches, optimizer, agent, batch, lr, clip_coef, args):
-    """PPO's epochs over a batch, by update_minibatches, compiled or not; returns mean METRICS."""
-    # Two minibatches in one compiled call run faster than one, four take too long to compile
+    """PPO's epochs over a batch; returns mean METRICS.
+
+    step_minibatches: update_minibatches, which some scripts compile.
+    """
+    # Two minibatches per call: compiled, they run faster than one; four compile for too long
     per_call = 2 if args.num_minibatches % 2 == 0 else 1
     epochs = []
     for _ in range(args.update_epochs):
@@ -705,18 +711,17 @@ def compile_or_not(function, args, device):
         # With a threshold of 4, powers of Adam's betas are computed once, not for every eight
         # parameters
         options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}
-    try:
+    try:  # on something small
         torch.compile(torch.sin, options=options)(torch.ones(1, device=device))
     except Exception as error:  # whatever is missing (compiler, headers, cache) is in the message
-        reason = str(error).strip().splitlines()[0][:200]
-        print(f"running without compilation, slower: {reason}")
+        print(f"running without compilation, slower: {one_line(error)}")
         return function
     torch._dynamo.config.trace_autograd_ops = True  # else it can't compile torch.autograd.grad
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
 def evaluate(agent, args, video_dir=None):
-    """Plays --eval-episodes with the likeliest actions and a seed of its own."""
+    """Plays --eval-episodes episodes with the likeliest actions and a seed of its own."""
     if video_dir:
         video_dir = video_dir / "evaluation"
     envs = VecEnv([make_env(args.env_id, video_dir)], (args.seed, 1))
@@ -777,7 +782,7 @@ def read_flags(may_change):
     else:
         saved = load_checkpoint(Path(old_run))
         own = replace(Args(**saved["args"]), resume=args.resume, evaluate=args.evaluate)
-        args = tyro.cli(Args, default=own)
+        args = tyro.cli(Args, default=own)  # the command line again, now on the run's own flags
         args.folder = Path(old_run)
         changeable = ["eval_episodes", "capture_video", "video_interval", *may_change]
         changed = []
@@ -854,12 +859,12 @@ class Run:
         self.log_sizes = {}
         self.stop_signal = None
         self.can_wait = False  # whether a signal waits for the end of the iteration
+        signal.signal(signal.SIGINT, self.on_signal)
+        signal.signal(signal.SIGTERM, self.on_signal)
         if saved is None:
             self.make_folder()
         elif args.resume:
             self.leave_if_finished()
-        signal.signal(signal.SIGINT, self.on_signal)
-        signal.signal(signal.SIGTERM, self.on_signal)
 
     def make_folder(self):
         """Makes the folder and config.json."""
@@ -892,8 +897,8 @@ class Run:
     def restore(self, **parts):
         """Names the run's parts and, if there is a checkpoint, brings them back in this order.
 
-        A part is anything with state_dict() and load_state_dict(). The networks are one of them,
-        agent.
+        A part is anything with state_dict() and load_state_dict(). One must be called agent: the
+        networks.
         """
         self.parts = parts
         if self.saved is None:
@@ -1161,7 +1166,7 @@ if __name__ == "__main__":
         run.global_step += args.batch_size
         scalars = {f"losses/{name}": value for name, value in zip(METRICS, metrics)}
         scalars["losses/explained_variance"] = explained_variance(values, returns)
-        scalars["losses/coef"] = coef
+        scalars["losses/coef"] = coef  # of the clipping or of the penalty
         scalars["charts/learning_rate"] = lr
         run.log(scalars)
 

@@ -270,7 +270,8 @@ class ReplayEnv(gym.Wrapper):
 
     Given a seed and actions, an environment always does the same. So it is saved as its last seed
     and the actions since, which are played again to bring it back. It gets a new seed with the
-    first episode that starts at least steps_per_seed steps after the last seed.
+    first episode that starts at least steps_per_seed steps after the last seed. actions is empty
+    just then.
     """
 
     def __init__(self, env, steps_per_seed=1000):
@@ -467,9 +468,8 @@ class Agent(nn.Module):
         self.hidden_size = args.hidden_size
         self.use_memory = args.memory
         self.network = nn.Sequential(
-            layer_init(
-                nn.Conv2d(16, 32, 2)
-            ),  # on blocks of 4 x 4 pixels: Conv2d(1, 32, 8, stride=4)
+            # On blocks of 4 x 4 pixels, see heads, this is Conv2d(1, 32, 8, stride=4), and faster
+            layer_init(nn.Conv2d(16, 32, 2)),
             nn.ReLU(),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)),
             nn.ReLU(),
@@ -589,12 +589,12 @@ def compute_advantages(rewards, values, next_values, terminations, dones, gamma,
     the episode, at dones.
     """
     deltas = rewards + gamma * np.where(terminations, 0.0, next_values) - values
-    decays = gamma * gae_lambda * ~dones
+    decays = gamma * gae_lambda * ~dones  # float64, and so is the running sum
     advantages = np.zeros_like(deltas)
-    last = np.zeros_like(deltas[0])
+    advantage = np.zeros_like(deltas[0])
     for step in reversed(range(len(deltas))):
-        last = deltas[step] + decays[step] * last
-        advantages[step] = last
+        advantage = deltas[step] + decays[step] * advantage
+        advantages[step] = advantage
     return advantages
 
 
@@ -682,7 +682,7 @@ class FlatAdam(nn.Module):
             weight_decay=self.weight_decay,
             amsgrad=False,
             maximize=False,
-            fused=not torch.compiler.is_compiling(),
+            fused=not torch.compiler.is_compiling(),  # the compiler fuses by itself
         )
 
 
@@ -705,8 +705,11 @@ def update_minibatches(optimizer, agent, batch, indices, lr, clip_coef, args):
 
 
 def update(step_minibatches, optimizer, agent, batch, lr, clip_coef, args):
-    """PPO's epochs over a batch, by update_minibatches, compiled or not; returns mean METRICS."""
-    # Two minibatches in one compiled call run faster than one, four take too long to compile
+    """PPO's epochs over a batch; returns mean METRICS.
+
+    step_minibatches: update_minibatches, which some scripts compile.
+    """
+    # Two minibatches per call: compiled, they run faster than one; four compile for too long
     per_call = 2 if args.num_minibatches % 2 == 0 else 1
     epochs = []
     for _ in range(args.update_epochs):
@@ -785,7 +788,7 @@ def read_flags(may_change):
     else:
         saved = load_checkpoint(Path(old_run))
         own = replace(Args(**saved["args"]), resume=args.resume, evaluate=args.evaluate)
-        args = tyro.cli(Args, default=own)
+        args = tyro.cli(Args, default=own)  # the command line again, now on the run's own flags
         args.folder = Path(old_run)
         changeable = ["eval_episodes", "capture_video", "video_interval", *may_change]
         changed = []
@@ -862,12 +865,12 @@ class Run:
         self.log_sizes = {}
         self.stop_signal = None
         self.can_wait = False  # whether a signal waits for the end of the iteration
+        signal.signal(signal.SIGINT, self.on_signal)
+        signal.signal(signal.SIGTERM, self.on_signal)
         if saved is None:
             self.make_folder()
         elif args.resume:
             self.leave_if_finished()
-        signal.signal(signal.SIGINT, self.on_signal)
-        signal.signal(signal.SIGTERM, self.on_signal)
 
     def make_folder(self):
         """Makes the folder and config.json."""
@@ -900,8 +903,8 @@ class Run:
     def restore(self, **parts):
         """Names the run's parts and, if there is a checkpoint, brings them back in this order.
 
-        A part is anything with state_dict() and load_state_dict(). The networks are one of them,
-        agent.
+        A part is anything with state_dict() and load_state_dict(). One must be called agent: the
+        networks.
         """
         self.parts = parts
         if self.saved is None:
@@ -1114,13 +1117,13 @@ if __name__ == "__main__":
         sys.exit()
     run.restore(agent=agent, optimizer=optimizer, memory=memory, envs=envs)
     just_reset = torch.tensor([not env.actions for env in envs.envs])
-    memory.state[:, just_reset] = 0.0  # where an environment could not be brought back
+    memory.state[:, just_reset] = 0.0  # just reset, or could not be brought back
 
     for iteration in run.iterations():
         remaining = 1.0 - iteration / args.num_iterations
         lr = args.learning_rate * (remaining if args.anneal_lr else 1.0)  # G6
         clip_coef = args.clip_coef * (remaining if args.anneal_clip else 1.0)  # X1
-        lr = torch.tensor(lr, device=device)
+        lr = torch.tensor(lr, device=device)  # tensors, as where the update is compiled
         clip_coef = torch.tensor(clip_coef, device=device)
 
         start_memory = memory.state.clone()  # kept for the update (l5)
@@ -1130,13 +1133,14 @@ if __name__ == "__main__":
                 agent, envs, args.num_steps, memory
             )
 
+        dones = terminations | truncations
         # Rows of the batch are environments, with their steps in order (l4)
         batch = {
             "obs": torch.from_numpy(obs).transpose(0, 1).to(device),
             "actions": torch.from_numpy(actions).transpose(0, 1).to(device),
             "logprobs": torch.from_numpy(logprobs).transpose(0, 1).to(device),
             "values": torch.from_numpy(values).transpose(0, 1).to(device),
-            "dones": torch.from_numpy(terminations | truncations).transpose(0, 1).to(device),
+            "dones": torch.from_numpy(dones).transpose(0, 1).to(device),
             "memory": start_memory.transpose(0, 1),
         }
         bootstrap_obs = np.stack([*envs.obs, *(episode.final_obs for _, episode, _ in episodes)])
@@ -1148,7 +1152,6 @@ if __name__ == "__main__":
         next_values = np.concatenate((values[1:], last_values[None]))
         for (step, episode, _), final_value in zip(episodes, final_values):
             next_values[step, episode.env] = final_value
-        dones = terminations | truncations
         if not args.bootstrap_truncated:
             terminations = dones
         advantages = compute_advantages(

@@ -21,7 +21,8 @@
 Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the
 details of openai/baselines ppo2 that "The 37 Implementation Details of PPO" explains,
 https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
-In the comments G1 to G11 are the general ones, M1 to M8 those for MuJoCo, X1 and X3 optional.
+Comments number them in an order of our own: G1 to G11 are general, M1 to M8 for MuJoCo, X1 and X3
+optional.
 Unlike in baselines, a time limit is not a termination; --no-bootstrap-truncated makes it one.
 Diff it against ppo.py or ppo_atari.py.
 
@@ -203,7 +204,8 @@ class ReplayEnv(gym.Wrapper):
 
     Given a seed and actions, an environment always does the same. So it is saved as its last seed
     and the actions since, which are played again to bring it back. It gets a new seed with the
-    first episode that starts at least steps_per_seed steps after the last seed.
+    first episode that starts at least steps_per_seed steps after the last seed. actions is empty
+    just then.
     """
 
     def __init__(self, env, steps_per_seed=1000):
@@ -366,7 +368,7 @@ class RunningMeanStd:
         self.count = total
 
     def normalize(self, x):
-        """x (n, *shape) -> distance from the mean in deviations, clipped to 10 (M2), float32."""
+        """x (..., *shape) -> distance from the mean in deviations, clipped to 10 (M2), float32."""
         x = (x - self.mean) / np.sqrt(self.var + 1e-8)
         return np.minimum(np.maximum(x, -10.0), 10.0).astype(np.float32)
 
@@ -386,10 +388,11 @@ class RunningMeanStd:
 class VecNormalize:
     """Normalises what a VecEnv gives, as openai/baselines does (vec_env/vec_normalize.py).
 
-    Observations: by obs_rms, which sees each of them once, resets too (M1). An evaluation brings
-    the obs_rms of the training, which it does not change. Rewards: by the standard deviation of the
-    discounted return, which restarts at 0 after an episode (M3). obs: the current observations,
-    float32 (num_envs, obs_dim). obs_rms is saved and brought back on its own, before this.
+    Observations: by obs_rms, which counts each current one once, those of resets too, but no final
+    ones (M1). An evaluation brings the obs_rms of the training, which it does not change.
+    Rewards: by the standard deviation of the discounted return, which restarts at 0 after an
+    episode (M3). obs: the current observations, float32 (num_envs, obs_dim). obs_rms is saved and
+    brought back on its own, before this.
     """
 
     def __init__(self, envs, gamma=0.99, obs_rms=None):
@@ -536,8 +539,9 @@ METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl",
 def rollout(agent, envs, num_steps):
     """Plays num_steps in each environment (G10).
 
-    Returns arrays (num_steps, num_envs, ...): float32 obs, raw actions and rewards, bool
-    terminations and truncations; and the episodes that ended, each with its last step.
+    Returns arrays (num_steps, num_envs, ...): float32 obs, actions as they were drawn, before they
+    are clipped, and rewards, bool terminations and truncations; and the episodes that ended, each
+    with its last step.
     """
     shape = (num_steps, *envs.obs.shape)
     obs = np.zeros(shape, np.float32)
@@ -566,12 +570,12 @@ def compute_advantages(rewards, values, next_values, terminations, dones, gamma,
     the episode, at dones.
     """
     deltas = rewards + gamma * np.where(terminations, 0.0, next_values) - values
-    decays = gamma * gae_lambda * ~dones
+    decays = gamma * gae_lambda * ~dones  # float64, and so is the running sum
     advantages = np.zeros_like(deltas)
-    last = np.zeros_like(deltas[0])
+    advantage = np.zeros_like(deltas[0])
     for step in reversed(range(len(deltas))):
-        last = deltas[step] + decays[step] * last
-        advantages[step] = last
+        advantage = deltas[step] + decays[step] * advantage
+        advantages[step] = advantage
     return advantages
 
 
@@ -658,7 +662,7 @@ class FlatAdam(nn.Module):
             weight_decay=self.weight_decay,
             amsgrad=False,
             maximize=False,
-            fused=not torch.compiler.is_compiling(),
+            fused=not torch.compiler.is_compiling(),  # the compiler fuses by itself
         )
 
 
@@ -681,8 +685,11 @@ def update_minibatches(optimizer, agent, batch, indices, lr, clip_coef, args):
 
 
 def update(step_minibatches, optimizer, agent, batch, lr, clip_coef, args):
-    """PPO's epochs over a batch, by update_minibatches, compiled or not; returns mean METRICS."""
-    # Two minibatches in one compiled call run faster than one, four take too long to compile
+    """PPO's epochs over a batch; returns mean METRICS.
+
+    step_minibatches: update_minibatches, which some scripts compile.
+    """
+    # Two minibatches per call: compiled, they run faster than one; four compile for too long
     per_call = 2 if args.num_minibatches % 2 == 0 else 1
     epochs = []
     for _ in range(args.update_epochs):
@@ -707,18 +714,17 @@ def compile_or_not(function, args, device):
         # With a threshold of 4, powers of Adam's betas are computed once, not for every eight
         # parameters
         options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}
-    try:
+    try:  # on something small
         torch.compile(torch.sin, options=options)(torch.ones(1, device=device))
     except Exception as error:  # whatever is missing (compiler, headers, cache) is in the message
-        reason = str(error).strip().splitlines()[0][:200]
-        print(f"running without compilation, slower: {reason}")
+        print(f"running without compilation, slower: {one_line(error)}")
         return function
     torch._dynamo.config.trace_autograd_ops = True  # else it can't compile torch.autograd.grad
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
 def evaluate(agent, obs_rms, args, video_dir=None):
-    """Plays --eval-episodes with mean actions, frozen statistics and a seed of its own."""
+    """Plays --eval-episodes episodes with mean actions, frozen statistics and a seed of its own."""
     if video_dir:
         video_dir = video_dir / "evaluation"
     envs = VecEnv([make_env(args.env_id, video_dir)], (args.seed, 1))
@@ -779,7 +785,7 @@ def read_flags(may_change):
     else:
         saved = load_checkpoint(Path(old_run))
         own = replace(Args(**saved["args"]), resume=args.resume, evaluate=args.evaluate)
-        args = tyro.cli(Args, default=own)
+        args = tyro.cli(Args, default=own)  # the command line again, now on the run's own flags
         args.folder = Path(old_run)
         changeable = ["eval_episodes", "capture_video", "video_interval", *may_change]
         changed = []
@@ -856,12 +862,12 @@ class Run:
         self.log_sizes = {}
         self.stop_signal = None
         self.can_wait = False  # whether a signal waits for the end of the iteration
+        signal.signal(signal.SIGINT, self.on_signal)
+        signal.signal(signal.SIGTERM, self.on_signal)
         if saved is None:
             self.make_folder()
         elif args.resume:
             self.leave_if_finished()
-        signal.signal(signal.SIGINT, self.on_signal)
-        signal.signal(signal.SIGTERM, self.on_signal)
 
     def make_folder(self):
         """Makes the folder and config.json."""
@@ -894,8 +900,8 @@ class Run:
     def restore(self, **parts):
         """Names the run's parts and, if there is a checkpoint, brings them back in this order.
 
-        A part is anything with state_dict() and load_state_dict(). The networks are one of them,
-        agent.
+        A part is anything with state_dict() and load_state_dict(). One must be called agent: the
+        networks.
         """
         self.parts = parts
         if self.saved is None:

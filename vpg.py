@@ -132,6 +132,7 @@ class ActionMask(gym.Wrapper):
         self.first_place = np.cumsum(self.nvec) - self.nvec
 
     def add_mask(self, obs, info):
+        """Keeps the mask for step(), and returns obs with the mask behind it."""
         self.mask = info.get("action_mask")
         row = np.ones(len(obs) + self.mask_size, np.float32)
         row[: len(obs)] = obs
@@ -147,7 +148,7 @@ class ActionMask(gym.Wrapper):
         return self.add_mask(obs, info), info
 
     def step(self, action):
-        if self.mask is not None:
+        if self.mask is not None:  # after an episode's end it may allow nothing
             largest = np.maximum.reduceat(self.mask, self.first_place)  # of each part
             if not (largest > 0).all():
                 fail("an action_mask allows no action: fix the environment", code=1)
@@ -210,7 +211,8 @@ class ReplayEnv(gym.Wrapper):
 
     Given a seed and actions, an environment always does the same. So it is saved as its last seed
     and the actions since, which are played again to bring it back. It gets a new seed with the
-    first episode that starts at least steps_per_seed steps after the last seed.
+    first episode that starts at least steps_per_seed steps after the last seed. actions is empty
+    just then.
     """
 
     def __init__(self, env, steps_per_seed=1000):
@@ -469,8 +471,9 @@ def rollout(agent, envs):
     """Plays an episode in each environment.
 
     Returns arrays of all n steps, one episode after another in the order of the environments:
-    float32 obs (n, ...), int64 actions (n, len(nvec)), float32 rewards (n, 1); and the episodes in
-    this order, each with the number of steps that all environments together had made at its end.
+    float32 obs (n, ...), int64 actions (n, len(nvec)), float32 rewards (n, 1), as if of one
+    environment; and the episodes in this order, each with the number of steps that all environments
+    together had made at its end.
     """
     policy = agent.numpy_policy()
     steps = [[] for _ in envs.envs]
@@ -505,12 +508,12 @@ def compute_advantages(rewards, values, next_values, terminations, dones, gamma,
     the episode, at dones.
     """
     deltas = rewards + gamma * np.where(terminations, 0.0, next_values) - values
-    decays = gamma * gae_lambda * ~dones
+    decays = gamma * gae_lambda * ~dones  # float64, and so is the running sum
     advantages = np.zeros_like(deltas)
-    last = np.zeros_like(deltas[0])
+    advantage = np.zeros_like(deltas[0])
     for step in reversed(range(len(deltas))):
-        last = deltas[step] + decays[step] * last
-        advantages[step] = last
+        advantage = deltas[step] + decays[step] * advantage
+        advantages[step] = advantage
     return advantages
 
 
@@ -583,7 +586,7 @@ class FlatAdam(nn.Module):
             weight_decay=self.weight_decay,
             amsgrad=False,
             maximize=False,
-            fused=not torch.compiler.is_compiling(),
+            fused=not torch.compiler.is_compiling(),  # the compiler fuses by itself
         )
 
 
@@ -601,7 +604,7 @@ def update(optimizer, agent, batch, lr, args):
 
 
 def evaluate(agent, args, video_dir=None):
-    """Plays --eval-episodes with the likeliest actions and a seed of its own."""
+    """Plays --eval-episodes episodes with the likeliest actions and a seed of its own."""
     if video_dir:
         video_dir = video_dir / "evaluation"
     envs = VecEnv([make_env(args.env_id, video_dir)], (args.seed, 1))
@@ -662,7 +665,7 @@ def read_flags(may_change):
     else:
         saved = load_checkpoint(Path(old_run))
         own = replace(Args(**saved["args"]), resume=args.resume, evaluate=args.evaluate)
-        args = tyro.cli(Args, default=own)
+        args = tyro.cli(Args, default=own)  # the command line again, now on the run's own flags
         args.folder = Path(old_run)
         changeable = ["eval_episodes", "capture_video", "video_interval", *may_change]
         changed = []
@@ -739,12 +742,12 @@ class Run:
         self.log_sizes = {}
         self.stop_signal = None
         self.can_wait = False  # whether a signal waits for the end of the iteration
+        signal.signal(signal.SIGINT, self.on_signal)
+        signal.signal(signal.SIGTERM, self.on_signal)
         if saved is None:
             self.make_folder()
         elif args.resume:
             self.leave_if_finished()
-        signal.signal(signal.SIGINT, self.on_signal)
-        signal.signal(signal.SIGTERM, self.on_signal)
 
     def make_folder(self):
         """Makes the folder and config.json."""
@@ -777,8 +780,8 @@ class Run:
     def restore(self, **parts):
         """Names the run's parts and, if there is a checkpoint, brings them back in this order.
 
-        A part is anything with state_dict() and load_state_dict(). The networks are one of them,
-        agent.
+        A part is anything with state_dict() and load_state_dict(). One must be called agent: the
+        networks.
         """
         self.parts = parts
         if self.saved is None:
@@ -989,7 +992,7 @@ if __name__ == "__main__":
         sys.exit()
     run.restore(agent=agent, optimizer=optimizer, envs=envs)
 
-    for iteration in run.iterations():
+    for _ in run.iterations():
         remaining = 1.0 - run.global_step / args.total_timesteps
         lr = args.learning_rate * (remaining if args.anneal_lr else 1.0)
 
@@ -1000,7 +1003,7 @@ if __name__ == "__main__":
         }
         last_steps = np.cumsum([episode.length for _, episode in episodes]) - 1
         dones = np.zeros(rewards.shape, bool)
-        dones[last_steps] = True
+        dones[last_steps, 0] = True
         terminations = dones.copy()  # without a learned value there is nothing to bootstrap from
         values = np.zeros_like(rewards)
         next_values = np.zeros_like(rewards)
@@ -1027,7 +1030,7 @@ if __name__ == "__main__":
         metrics = update(optimizer, agent, batch, torch.tensor(lr, device=device), args).cpu()
         run.check_finite(metrics, optimizer.params)
 
-        for num_steps, episode in sorted(episodes, key=lambda item: item[0]):
+        for num_steps, episode in sorted(episodes, key=lambda item: item[0]):  # as they ended
             run.log_episode(run.global_step + num_steps, episode)
         run.global_step += len(rewards)
         scalars = {f"losses/{name}": value for name, value in zip(METRICS, metrics)}

@@ -834,9 +834,10 @@ def test_a_checkpoint_of_another_version_is_refused(run_script, capsys):
     for env in checkpoint["envs"]["envs"]:
         del env["first_episode"]
     torch.save(checkpoint, folder / "checkpoint.pt")
+    (folder / "evaluation.json").unlink()  # the run is not finished
     run_script(SCRIPT, "--resume", str(folder), code=2)
     told = capsys.readouterr().err
-    assert "made by another version or damaged" in told
+    assert "damaged or was made by another version" in told
     assert "use the versions in its config.json, or start a new run" in told
 
 
