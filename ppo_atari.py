@@ -323,7 +323,8 @@ class ReplayEnv(gym.Wrapper):
             "seed": self.seed,
             "first_episode": self.first_episode,
             "actions": torch.tensor(np.array(self.actions)),
-            "obs": torch.tensor(self.obs),
+            "obs": torch.tensor(np.array(self.obs)),
+            "episode_return": float(self.get_wrapper_attr("episode_returns")),
         }
 
     def load_state_dict(self, state):
@@ -331,7 +332,8 @@ class ReplayEnv(gym.Wrapper):
         self.reset(state["seed"])
         for action in state["actions"].numpy():
             self.step(action)
-        if not np.array_equal(self.obs, state["obs"].numpy()):
+        same = np.array_equal(self.obs, state["obs"].numpy())
+        if not same or self.get_wrapper_attr("episode_returns") != state["episode_return"]:
             print("an environment can't be brought back to where it was: it starts a new episode")
             self.reset_with_new_seed()
 
@@ -729,8 +731,8 @@ def read_flags(may_change):
     saved = None
     if old_run is None:
         unique_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        name = args.run_name or unique_name.replace("/", "-")
-        is_name = name == Path(name).name and name != ".."
+        name = unique_name.replace("/", "-") if args.run_name is None else args.run_name
+        is_name = name == Path(name).name and name not in ("", "..")
         check(is_name, "--run-name must be the name of a folder in runs/, not a path")
         args.folder = Path("runs", name)
         exists = os.path.exists(args.folder / "checkpoint.pt")
@@ -750,7 +752,7 @@ def read_flags(may_change):
         check(not changed, f"{old_run} was made with {', '.join(changed)}: {advice}")
 
     check(0 <= args.seed < 2**32, "--seed must be from 0 to 2**32 - 1")
-    check(args.num_threads >= 0, "--num-threads must be 0 or above")
+    check(0 <= args.num_threads < 1024, "--num-threads must be from 0 to 1023")
     check(args.video_interval > 0, "--video-interval must be above 0")
     check(args.checkpoint_interval > 0, "--checkpoint-interval must be above 0")
     check(args.eval_episodes > 0, "--eval-episodes must be above 0")
@@ -1054,9 +1056,9 @@ if __name__ == "__main__":
     torch.manual_seed(args.seed)
 
     video_dir = args.folder / "videos" if args.capture_video else None
-    envs = [make_env(args.env_id) for _ in range(args.num_envs)]
-    if video_dir and not args.evaluate:
-        envs[0] = make_env(args.env_id, video_dir, args.video_interval)
+    training_video_dir = None if args.evaluate else video_dir
+    envs = [make_env(args.env_id, training_video_dir, args.video_interval)]
+    envs += [make_env(args.env_id) for _ in range(args.num_envs - 1)]
     envs = VecEnv(envs, args.seed)
     agent = Agent(envs.action_space.n, args.amp).to(device)
     optimizer = FlatAdam(agent, eps=1e-5)  # G11

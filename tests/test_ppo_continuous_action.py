@@ -113,6 +113,41 @@ class Buffered(Noise):
         return self.obs, np.float32(0.1), bool(self.obs[0] == 3), False, {}
 
 
+class Reversed(Noise):
+    """Its observations are views that run backwards through memory."""
+
+    def observe(self):
+        return super().observe()[::-1]
+
+
+class Tuples(Noise):
+    """Its observations are tuples of Python's floats."""
+
+    def observe(self):
+        return tuple((super().observe() / 3).tolist())
+
+
+class Hidden(Noise):
+    """Pays a number that outlives resets and that no observation shows."""
+
+    paid = 0
+
+    def reset(self, seed=None, options=None):
+        gym.Env.reset(self, seed=seed)
+        return np.zeros(3), {}
+
+    def step(self, action):
+        self.paid += 1
+        return np.zeros(3), self.paid, False, False, {}
+
+
+class BothEnds(Noise):
+    """Every step is a termination and a truncation."""
+
+    def step(self, action):
+        return self.observe(), 0.0, True, True, {}
+
+
 class Scripted(Noise):
     """Rewards 1, -2, 4 and so on; the second step terminates, the fourth truncates."""
 
@@ -154,7 +189,19 @@ BOUNDS = {
 }
 for name, kwargs in BOUNDS.items():
     gym.register(name, Noise, kwargs=kwargs)
-for env_class in (Noise, DictNoise, Forgetful, Buffered, Scripted, Identity):
+OWN = (
+    Noise,
+    DictNoise,
+    Forgetful,
+    Buffered,
+    Reversed,
+    Tuples,
+    Hidden,
+    BothEnds,
+    Scripted,
+    Identity,
+)
+for env_class in OWN:
     gym.register(f"{env_class.__name__}-v0", env_class)
 gym.register("Counter-v0", Counter, max_episode_steps=8)
 
@@ -587,6 +634,21 @@ def test_final_observations_outlast_the_reset():
     assert [episode.final_obs.tolist() for episode in episodes] == [[3.0], [3.0]]
 
 
+def test_an_episode_that_ends_both_ways_has_terminated():
+    envs = ppo.VecEnv([ppo.make_env("BothEnds-v0")], 1)
+    _, terminations, truncations, (episode,) = envs.step(np.zeros((1, 2)))
+    assert terminations[0] and truncations[0] and episode.ended_by == "termination"
+
+
+def test_a_state_that_only_the_rewards_show_is_missed(capsys):
+    envs = make_envs("Hidden-v0", 1, 1)
+    envs.envs.envs[0].unwrapped.paid = 5
+    play(envs, 3)
+    other = make_envs("Hidden-v0", 1, 1)
+    other.load_state_dict(saved(envs))
+    assert "can't be brought back" in capsys.readouterr().out
+
+
 def test_returns_are_sums_in_float64():
     envs = ppo.VecEnv([ppo.make_env("Buffered-v0")], 1)
     episodes = [episode for _ in range(3) for episode in envs.step(np.zeros((1, 2)))[3]]
@@ -971,7 +1033,14 @@ def saved(part):
 
 @pytest.mark.parametrize(
     "env_id, steps",
-    [("HalfCheetah-v5", 100), ("DictNoise-v0", 23), ("DictNoise-v0", 0), ("Noise-v0", 2500)],
+    [
+        ("HalfCheetah-v5", 100),
+        ("DictNoise-v0", 23),
+        ("DictNoise-v0", 0),
+        ("Noise-v0", 2500),
+        ("Reversed-v0", 23),
+        ("Tuples-v0", 23),
+    ],
 )
 def test_environments_go_on_from_a_saved_state_bit_for_bit(env_id, steps, capsys):
     """For any number of episodes since the last seed; after 1,000 steps comes a new one."""

@@ -668,6 +668,8 @@ BAD_FLAGS = {
     "negative-seed": ("--seed -1", "--seed"),
     "seed": (f"--seed {2**32}", "--seed"),
     "negative-threads": ("--num-threads -1", "--num-threads"),
+    "too-many-threads": ("--num-threads 100000000000", "--num-threads"),
+    "run-name-empty": ("--run-name ''", "--run-name"),
     "nan-entropy": ("--ent-coef nan", "--ent-coef"),
     "nan-limit": ("--target-kl nan", "--target-kl"),
     "negative-values": ("--vf-coef -0.5", "--vf-coef"),
