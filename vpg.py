@@ -715,9 +715,9 @@ def report_evaluation(episodes):
     """Prints the returns of an evaluation, and returns what evaluation.json has of it."""
     returns = [episode.episode_return for episode in episodes]
     lengths = [episode.length for episode in episodes]
-    mean, std = np.mean(returns), np.std(returns)
+    spread = f"{np.mean(returns):.1f} +- {np.std(returns):.1f}"
     # The progress bar may be on the terminal
-    tqdm.write(f"evaluation: {mean:.1f} +- {std:.1f} over {len(returns)} episodes, deterministic")
+    tqdm.write(f"evaluation: {spread} over {len(returns)} episodes, deterministic")
     return {"returns": returns, "lengths": lengths}
 
 
@@ -817,12 +817,15 @@ class Run:
 
         self.terminal = os.isatty(2)
         self.last_line = time.time()
+        bar_file = sys.stderr
+        if not self.terminal:
+            bar_file = open(os.devnull, "w")  # there print() shows the bar's line
         self.bar = tqdm(
             total=self.total_steps,
             initial=self.global_step,
             unit=" steps",
             dynamic_ncols=True,
-            file=sys.stderr if self.terminal else open(os.devnull, "w"),  # then print() shows it
+            file=bar_file,
         )
 
     def start_wandb(self):
@@ -917,7 +920,8 @@ class Run:
 
     def show_progress(self, done):
         """Draws a bar on a terminal; elsewhere prints a line every five seconds."""
-        if not done and time.time() - self.last_line < (0.1 if self.terminal else 5):
+        seconds = 0.1 if self.terminal else 5
+        if not done and time.time() - self.last_line < seconds:
             return
         self.last_line = time.time()
         if self.recent_returns:
@@ -929,7 +933,8 @@ class Run:
 
     def log_episode(self, step, episode):
         """Logs an Episode that ended at a step of the run."""
-        episode_return, length = episode.episode_return, episode.length
+        episode_return = episode.episode_return
+        length = episode.length
         wall_seconds = time.time() - self.start_time
         row = f"{step},{wall_seconds:.2f},{episode.env},{episode_return!r},{length}"
         self.episodes_file.write(f"{row},{episode.ended_by}\n")
