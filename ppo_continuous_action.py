@@ -29,17 +29,22 @@ Diff it against ppo.py or ppo_atari.py.
     python ppo_continuous_action.py --env-id HalfCheetah-v5 --total-timesteps 1000000
 """
 
+import errno
+import fcntl
 import io
 import json
 import math
 import os
+import pickle
 import random
 import signal
 import subprocess
 import sys
 import time
 import zipfile
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
@@ -77,9 +82,13 @@ class Args:
     video_interval: int = 100  # film every N-th training episode
     save_model: bool = False  # write the final weights to EXPERIMENT.cleanrl_model too
     checkpoint_interval: int = 10  # iterations between checkpoints
-    eval_episodes: int = 10  # episodes of the evaluation: deterministic actions, seeds of its own
+    eval_interval: int = 0  # iterations between evaluations during the training (0: none)
+    eval_episodes: int = 10  # episodes of an evaluation: deterministic actions, seeds of its own
+    eval_max_steps: int = 100000  # steps after which an episode of an evaluation ends
     resume: str | None = None  # continue the run in this folder, exactly; its flags come with it
     evaluate: str | None = None  # play the policy of the run in this folder; its flags come with it
+    init_from: str | None = None  # begin with the networks and statistics of the run in this folder
+    best: bool = False  # take that run's networks of its best evaluation, not its last ones
 
     env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
     total_timesteps: int = 1000000  # steps of the run, all environments together
@@ -88,6 +97,7 @@ class Args:
     num_steps: int = 2048  # steps in each environment per rollout
     anneal_lr: bool = True  # lower the learning rate linearly over the run
     gamma: float = 0.99  # discount factor
+    hidden_sizes: tuple[int, ...] = (64, 64)  # units of the hidden layers, actor's and critic's
     gae_lambda: float = 0.95  # lambda of the generalized advantage estimation
     num_minibatches: int = 32  # minibatches per epoch
     update_epochs: int = 10  # epochs per rollout
@@ -114,6 +124,7 @@ def parse_args():
     check(args.num_envs > 0, "--num-envs must be above 0")
     check(args.num_steps > 0, "--num-steps must be above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
+    check(min(args.hidden_sizes, default=0) > 0, "--hidden-sizes must be numbers above 0")
     check(0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1")
     check(args.num_minibatches > 0, "--num-minibatches must be above 0")
     check(args.update_epochs > 0, "--update-epochs must be above 0")
@@ -258,24 +269,41 @@ class ReplayEnv(gym.Wrapper):
             self.reset_with_new_seed()
 
 
-def make_env(env_id, video_dir=None, video_interval=1):
-    """Makes an environment with its wrappers; with a video_dir it is filmed.
+def make_base_env(env_id, filmed):
+    """Makes and resets an environment; ends the program if there is none, or none to be filmed.
 
-    Ends the program if the environment can't be made or has other spaces than this script needs.
+    A mistake in the code of an environment keeps its trace.
     """
     options = {}
-    if video_dir:
+    expected = (gym.error.Error, ImportError)
+    if filmed:
         options["render_mode"] = "rgb_array"
+        expected = (Exception,)  # renderers raise their own errors
         if sys.platform == "linux" and not os.environ.get("DISPLAY"):
             os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
     try:
         env = gym.make(env_id, disable_env_checker=True, **options)
-        env.reset(seed=0)  # rather fail here than later
-        if video_dir:
+        result = env.reset(seed=0)  # rather fail here than later
+        if filmed:
             env.render()
-    except Exception as error:  # environments and renderers raise their own errors
-        fail(f"can't make {env_id}: {' '.join(str(error).split())}")
+    except expected as error:
+        reason = " ".join(str(error).split())
+        if isinstance(error, gym.error.NamespaceNotFound):
+            reason += (
+                " Install the package that has it (dm_control: pip install shimmy[dm-control])"
+            )
+        fail(f"can't make {env_id}: {reason}")
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
+    check(is_pair, f"the reset() of {env_id} must return an observation and a dict")
+    return env
 
+
+def make_env(env_id, video_dir=None, video_interval=1, max_steps=None):
+    """Makes an environment with its wrappers; with a video_dir it is filmed.
+
+    Ends the program if the environment can't be made or has other spaces than this script needs.
+    """
+    env = make_base_env(env_id, filmed=video_dir is not None)
     space = env.action_space
     fits = isinstance(space, gym.spaces.Box) and space.dtype.kind == "f"
     check(fits, f"{env_id} has the action space {space}, but this script needs a Box of floats")
@@ -284,6 +312,8 @@ def make_env(env_id, video_dir=None, video_interval=1):
     advice = "but this script needs a Box or a Dict of them"
     check(fits, f"{env_id} has the observation space {obs_space}, {advice}")
 
+    if max_steps:
+        env = gym.wrappers.TimeLimit(env, max_steps)
     env = gym.wrappers.TransformReward(env, float)  # so that float64 numbers are summed
     env = gym.wrappers.RecordEpisodeStatistics(env)
     if video_dir:
@@ -393,8 +423,8 @@ class VecNormalize:
     Observations: by obs_rms, which counts each current one once, those of resets too, but no final
     ones (M1). An evaluation brings the obs_rms of the training, which it does not change.
     Rewards: by the standard deviation of the discounted return, which restarts at 0 after an
-    episode (M3). obs: the current observations, float32 (num_envs, obs_dim). obs_rms is saved and
-    brought back on its own, before this.
+    episode (M3). obs: the current observations, float32 (num_envs, obs_dim). obs_rms
+    and return_rms are saved and brought back on their own, before this.
     """
 
     def __init__(self, envs, gamma=0.99, obs_rms=None):
@@ -437,13 +467,11 @@ class VecNormalize:
     def state_dict(self):
         return {
             "envs": self.envs.state_dict(),
-            "return_rms": self.return_rms.state_dict(),
             "discounted_returns": torch.tensor(self.discounted_returns),
         }
 
     def load_state_dict(self, state):
         self.envs.load_state_dict(state["envs"])
-        self.return_rms.load_state_dict(state["return_rms"])
         self.discounted_returns = state["discounted_returns"].numpy()
         for i, env in enumerate(self.envs.envs):
             if not env.actions:  # it has just been reset, or could not be brought back
@@ -463,15 +491,20 @@ def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
     return layer
 
 
-def mlp(inputs, outputs, std):
-    """Two tanh layers of 64 (M6), and a linear one of gain std."""
-    return nn.Sequential(
-        layer_init(nn.Linear(inputs, 64)),
-        nn.Tanh(),
-        layer_init(nn.Linear(64, 64)),
-        nn.Tanh(),
-        layer_init(nn.Linear(64, outputs), std),
-    )
+def tanh_layers(inputs, sizes):
+    """A list of layers of these sizes, with tanh after each (M6)."""
+    layers = []
+    for size in sizes:
+        layers += [layer_init(nn.Linear(inputs, size)), nn.Tanh()]
+        inputs = size
+    return layers
+
+
+def mlp(inputs, hidden_sizes, outputs, std):
+    """Tanh layers and a linear one of gain std."""
+    layers = tanh_layers(inputs, hidden_sizes)
+    layers.append(layer_init(nn.Linear(hidden_sizes[-1], outputs), std))
+    return nn.Sequential(*layers)
 
 
 class Agent(nn.Module):
@@ -480,10 +513,10 @@ class Agent(nn.Module):
     The standard deviation does not depend on the observation (M5).
     """
 
-    def __init__(self, obs_dim, action_dim, init_log_std=0.0):
+    def __init__(self, obs_dim, action_dim, hidden_sizes, init_log_std=0.0):
         super().__init__()
-        self.critic = mlp(obs_dim, 1, std=1.0)
-        self.actor_mean = mlp(obs_dim, action_dim, std=0.01)
+        self.critic = mlp(obs_dim, hidden_sizes, 1, std=1.0)
+        self.actor_mean = mlp(obs_dim, hidden_sizes, action_dim, std=0.01)
         self.actor_logstd = nn.Parameter(torch.full((1, action_dim), init_log_std))
 
     def forward(self, obs, actions):
@@ -591,6 +624,11 @@ def explained_variance(values, returns):
     return 1 - np.var(returns - values) / variance
 
 
+def as_tensors(device, **floats):
+    """Numbers -> float32 tensors by name: for each new float, the update would compile again."""
+    return {name: torch.tensor(x, device=device) for name, x in floats.items()}
+
+
 def call(module, params, *inputs):
     """module(*inputs), with its parameters taken from the flat tensor params."""
     by_name = {}
@@ -600,12 +638,13 @@ def call(module, params, *inputs):
     return torch.func.functional_call(module, by_name, inputs)
 
 
-def ppo_loss(params, agent, batch, clip_coef, args):
+def ppo_loss(params, agent, batch, coefs, args):
     """PPO's loss on a minibatch: returns it and METRICS, float32 (6,).
 
     params: the agent's parameters as one flat tensor; batch: obs and actions as the agent takes
     them, and logprobs, advantages, returns, values (n,).
     """
+    clip_coef = coefs["clip_coef"]
     logprobs, entropy, values = call(agent, params, batch["obs"], batch["actions"])
     logratio = logprobs - batch["logprobs"]
     ratio = logratio.exp()
@@ -624,7 +663,7 @@ def ppo_loss(params, agent, batch, clip_coef, args):
     value_loss = 0.5 * value_losses.mean()
 
     entropy = entropy.mean()
-    loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss  # G5
+    loss = policy_loss - coefs["ent_coef"] * entropy + coefs["vf_coef"] * value_loss  # G5
 
     old_approx_kl = (-logratio).mean()
     approx_kl = ((ratio - 1) - logratio).mean()  # http://joschu.net/blog/kl-approx.html
@@ -675,20 +714,20 @@ def clip_grads(grads, max_norm):
     return grads * torch.clamp(max_norm / (grads.norm() + 1e-6), max=1.0)
 
 
-def update_minibatches(optimizer, agent, batch, indices, lr, clip_coef, args):
+def update_minibatches(optimizer, agent, batch, indices, coefs, args):
     """A step of Adam for each row of indices (k, minibatch_size); returns the sum of METRICS."""
     total = torch.zeros(len(METRICS), device=optimizer.params.device)
     for row in indices.unbind():
         minibatch = {name: x[row] for name, x in batch.items()}
         params = optimizer.params.detach().requires_grad_()
-        loss, metrics = ppo_loss(params, agent, minibatch, clip_coef, args)
+        loss, metrics = ppo_loss(params, agent, minibatch, coefs, args)
         (grads,) = torch.autograd.grad(loss, params)
-        optimizer.step(clip_grads(grads, args.max_grad_norm), lr)
+        optimizer.step(clip_grads(grads, coefs["max_grad_norm"]), coefs["lr"])
         total = total + metrics
     return total
 
 
-def update(step_minibatches, optimizer, agent, batch, lr, clip_coef, args):
+def update(step_minibatches, optimizer, agent, batch, coefs, args):
     """PPO's epochs over a batch; returns mean METRICS.
 
     step_minibatches: update_minibatches, which some scripts compile.
@@ -701,7 +740,7 @@ def update(step_minibatches, optimizer, agent, batch, lr, clip_coef, args):
         indices = indices.to(optimizer.params.device)
         sums = []
         for minibatches in indices.split(per_call):
-            sums.append(step_minibatches(optimizer, agent, batch, minibatches, lr, clip_coef, args))
+            sums.append(step_minibatches(optimizer, agent, batch, minibatches, coefs, args))
         epochs.append(torch.stack(sums).sum(0) / args.num_minibatches)
         approx_kl = epochs[-1][METRICS.index("approx_kl")]
         if args.target_kl is not None and approx_kl > args.target_kl:  # X3
@@ -727,11 +766,15 @@ def compile_or_not(function, args, device):
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
-def evaluate(agent, obs_rms, args, video_dir=None):
-    """Plays --eval-episodes episodes with mean actions, frozen statistics and a seed of its own."""
+def evaluate(agent, obs_rms, args, video_dir=None, stream=1):
+    """Plays --eval-episodes episodes with mean actions and frozen statistics.
+
+    The seeds are neither those of the training nor those of another stream.
+    """
     if video_dir:
         video_dir = video_dir / "evaluation"
-    envs = VecEnv([make_env(args.env_id, video_dir)], (args.seed, 1))
+    env = make_env(args.env_id, video_dir, max_steps=args.eval_max_steps)
+    envs = VecEnv([env], (args.seed, stream))
     envs = VecNormalize(envs, obs_rms=obs_rms)
     policy = numpy_mlp(agent.actor_mean)
     episodes = []
@@ -739,7 +782,7 @@ def evaluate(agent, obs_rms, args, video_dir=None):
         _, _, _, ended = envs.step(policy(envs.obs))
         episodes += ended
     envs.close()
-    return report_evaluation(episodes)
+    return report_evaluation(episodes, args)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -773,43 +816,95 @@ def read_flags(may_change):
     A run that --resume or --evaluate names keeps its own flags; only a few can be given again,
     those in may_change among them. args.folder is the folder of the run.
     """
+    refuse_computed_flags()
+    sys.path.append(os.getcwd())  # for a module there: --env-id my_envs:MyEnv-v0
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    check(args.resume is None or args.evaluate is None, "give --resume or --evaluate, not both")
-    old_run = args.evaluate if args.resume is None else args.resume
+    old_runs = [run for run in (args.resume, args.evaluate, args.init_from) if run is not None]
+    check(len(old_runs) <= 1, "give only one of --resume, --evaluate and --init-from")
+    usable = args.evaluate is not None or args.init_from is not None
+    check(usable or not args.best, "--best needs --evaluate or --init-from")
+
+    is_new = args.resume is None and args.evaluate is None
+    args.folder = new_folder(args) if is_new else Path(old_runs[0])
+    sys.excepthook = partial(explain_error, args.folder)
+    if args.resume is not None and args.folder.is_dir():
+        lock(args.folder)
     saved = None
-    if old_run is None:
-        unique_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        name = unique_name.replace("/", "-") if args.run_name is None else args.run_name
-        is_name = name == Path(name).name and name not in ("", "..")
-        check(is_name, "--run-name must be the name of a folder in runs/, not a path")
-        args.folder = Path("runs", name)
-        exists = os.path.exists(args.folder / "checkpoint.pt")
-        advice = f"choose another --run-name, or go on with --resume {args.folder}"
-        check(not exists, f"{args.folder} exists: {advice}")
-    else:
-        saved = load_checkpoint(Path(old_run))
-        own = replace(Args(**saved["args"]), resume=args.resume, evaluate=args.evaluate)
-        args = tyro.cli(Args, default=own)  # the command line again, now on the run's own flags
-        args.folder = Path(old_run)
-        changeable = ["eval_episodes", "capture_video", "video_interval", *may_change]
-        changed = []
-        for name, value in asdict(own).items():
-            if getattr(args, name) != value and name not in changeable:
-                changed.append(f"{name} = {value}")
-        advice = "leave these flags out, or start a new run"
-        check(not changed, f"{old_run} was made with {', '.join(changed)}: {advice}")
+    if old_runs:
+        name = "best.pt" if args.best else "checkpoint.pt"
+        saved = load_checkpoint(Path(old_runs[0]) / name)
+    if not is_new:
+        args = flags_of_old_run(args, saved, may_change)
 
     check(0 <= args.seed < 2**32, "--seed must be from 0 to 2**32 - 1")
     check(0 <= args.num_threads < 1024, "--num-threads must be from 0 to 1023")
     check(args.video_interval > 0, "--video-interval must be above 0")
     check(args.checkpoint_interval > 0, "--checkpoint-interval must be above 0")
-    check(args.eval_episodes > 0, "--eval-episodes must be above 0")
+    check(args.eval_interval >= 0, "--eval-interval must be 0 or above")
+    check(args.eval_episodes >= 0, "--eval-episodes must be 0 or above")
+    evaluates = args.eval_episodes > 0
+    check(evaluates or args.eval_interval == 0, "--eval-interval needs --eval-episodes above 0")
+    check(args.eval_max_steps > 0, "--eval-max-steps must be above 0")
     return args, saved
 
 
-def load_checkpoint(folder):
+def refuse_computed_flags():
+    """Ends the program if the command line has flags that CleanRL shows, but computes."""
+    own = {field.name for field in fields(Args)}
+    for name in ("batch_size", "minibatch_size", "num_iterations"):
+        flag = "--" + name.replace("_", "-")
+        given = [word for word in sys.argv if word.partition("=")[0].replace("_", "-") == flag]
+        check(name in own or not given, f"{flag} follows from other flags: leave it out")
+
+
+def new_folder(args):
+    """The folder of a new run."""
+    name = args.run_name
+    if name is None:
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
+    is_name = name == Path(name).name and name not in ("", "..")
+    check(is_name, "--run-name must be the name of a folder in runs/, not a path")
+    return Path("runs", name)
+
+
+def flags_of_old_run(args, saved, may_change):
+    """The flags of the old run in a checkpoint, with those that the command line may change."""
+    own = replace(
+        Args(**saved["args"]),
+        resume=args.resume,
+        evaluate=args.evaluate,
+        best=args.best,
+        init_from=None,
+    )
+    folder = args.folder
+    args = tyro.cli(Args, default=own)  # the command line again, now on the run's own flags
+    args.folder = folder
+    changeable = ["capture_video", "video_interval", "eval_interval", "eval_episodes"]
+    changeable += ["eval_max_steps", *may_change]
+    changed = []
+    for name, value in asdict(own).items():
+        if getattr(args, name) != value and name not in changeable:
+            changed.append(f"{name} = {value}")
+    advice = "leave these flags out, or start a new run"
+    check(not changed, f"{folder} was made with {', '.join(changed)}: {advice}")
+    return args
+
+
+def lock(folder):
+    """Locks a run's folder until this process ends, or ends the program if another one has it."""
+    descriptor = os.open(
+        folder / "lock", os.O_RDWR | os.O_CREAT, 0o666
+    )  # stays open, and so locked
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        in_use = error.errno in (errno.EACCES, errno.EAGAIN)
+        check(not in_use, f"{folder} is in use by another process: stop that one, or wait for it")
+        print(f"{folder} can't be locked ({error.strerror}): don't start this run twice")
+
+
+def load_checkpoint(path):
     """Reads a checkpoint or ends the program; weights_only: a stranger's file can't run code."""
-    path = folder / "checkpoint.pt"
     try:
         broken = zipfile.ZipFile(path).testzip()  # torch.load doesn't look at checksums
         if broken:
@@ -819,8 +914,33 @@ def load_checkpoint(folder):
             raise ValueError(f"it was made by {saved['script']}")
         Args(**saved["args"])  # fails if the flags are others
         return saved
+    except pickle.UnpicklingError:
+        fail(f"{path} holds more than tensors and plain values, maybe code: it was not loaded")
     except Exception as error:  # torch.load raises many kinds
         fail(f"{path} is missing, damaged, or not of this {SCRIPT} ({one_line(error)})")
+
+
+def explain_error(folder, kind, error, trace):
+    """sys.excepthook: tells in a sentence that a run's folder, the disk or a pipe fails.
+
+    Any other error, such as a mistake in an environment, keeps its trace.
+    """
+    writing = False
+    if isinstance(error, OSError):
+        writing = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EPIPE)
+        if isinstance(error.filename, str):
+            path = Path(error.filename).absolute()
+            own = folder.absolute()
+            writing = writing or path.is_relative_to(own) or own.is_relative_to(path)
+    if not writing:
+        sys.__excepthook__(kind, error, trace)
+        return
+    advice = "start the run again"
+    if os.path.exists(folder / "checkpoint.pt"):
+        advice = f"go on with --resume {folder}"
+    print(f"error: can't write ({error}): fix it, then {advice}", file=sys.stderr)
+    if error.errno == errno.EPIPE:  # Python would complain again when it flushes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def write_whole(path, data):
@@ -833,14 +953,53 @@ def write_whole(path, data):
     os.replace(temporary, path)
 
 
-def report_evaluation(episodes):
+def report_evaluation(episodes, args):
     """Prints the returns of an evaluation, and returns what evaluation.json has of it."""
     returns = [episode.episode_return for episode in episodes]
     lengths = [episode.length for episode in episodes]
-    spread = f"{np.mean(returns):.1f} +- {np.std(returns):.1f}"
-    # The progress bar may be on the terminal
-    tqdm.write(f"evaluation: {spread} over {len(returns)} episodes, deterministic")
+    if returns:
+        spread = f"{np.mean(returns):.1f} +- {np.std(returns):.1f}"
+        line = f"evaluation: {spread} over {len(returns)} episodes, deterministic"
+        cut = sum(length >= args.eval_max_steps for length in lengths)
+        if cut > 0:
+            line += f"; {cut} of them ended by --eval-max-steps {args.eval_max_steps}"
+        tqdm.write(line)  # the progress bar may be on the terminal
     return {"returns": returns, "lengths": lengths}
+
+
+def random_states():
+    """The states of all generators of the process; nothing draws on a GPU."""
+    algorithm, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (algorithm, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+    }
+
+
+def set_random_states(states):
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+
+
+@contextmanager
+def random_states_kept():
+    """Whatever is drawn inside changes nothing afterwards."""
+    states = random_states()
+    yield
+    set_random_states(states)
+
+
+def tensors_in(state):
+    """All tensors in nested dicts and lists."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    if isinstance(state, dict):
+        state = list(state.values())
+    if isinstance(state, list):
+        return [tensor for item in state for tensor in tensors_in(item)]
+    return []
 
 
 class Run:
@@ -850,7 +1009,15 @@ class Run:
     finishes. Iterations and steps are counted from the beginning of the run, not of the process.
     """
 
-    SAVED = ("iteration", "global_step", "wall_seconds", "recent_returns", "wandb_id", "log_sizes")
+    SAVED = {
+        "iteration": int,
+        "global_step": int,
+        "wall_seconds": float,
+        "recent_returns": list,
+        "best_return": float,
+        "wandb_id": str | None,
+        "log_sizes": dict,
+    }
 
     def __init__(self, args, saved, total_steps, save_interval):
         self.args = args
@@ -862,23 +1029,32 @@ class Run:
         self.global_step = 0  # all environments together
         self.wall_seconds = 0.0
         self.recent_returns = []
+        self.best_return = -math.inf  # of the evaluations during the training
         self.wandb_id = None
         self.log_sizes = {}
+        self.writer = None
         self.stop_signal = None
         self.can_wait = False  # whether a signal waits for the end of the iteration
-        signal.signal(signal.SIGINT, self.on_signal)
-        signal.signal(signal.SIGTERM, self.on_signal)
-        if saved is None:
-            self.make_folder()
-        elif args.resume:
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            ignored = signal.getsignal(signum) == signal.SIG_IGN
+            if signum != signal.SIGHUP or not ignored:  # nohup ignores it
+                signal.signal(signum, self.on_signal)
+        if args.resume:
             self.leave_if_finished()
+        elif not args.evaluate:
+            self.make_folder()
 
     def make_folder(self):
-        """Makes the folder and config.json."""
-        try:  # two runs started in one second must not share a folder
-            self.folder.mkdir(parents=True, exist_ok=self.args.run_name is not None)
-        except OSError as error:
-            fail(f"can't make {self.folder} ({error.strerror}): choose another --run-name")
+        """Makes the folder and config.json; ends the program if the folder has another run."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock(self.folder)
+        files = ("checkpoint.pt", "best.pt", "episodes.csv", "evaluation.json")
+        advice = "choose another --run-name"
+        if os.path.exists(self.folder / "checkpoint.pt"):
+            advice += f", or go on with --resume {self.folder}"
+        for path in self.folder.iterdir():
+            is_of_run = path.name in files or path.name.startswith("events.")
+            check(not is_of_run, f"{self.folder} has {path.name} of another run: {advice}")
         describe = ["sh", "-c", "git describe --always --dirty"]  # empty outside a repository
         git = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
         cuda = self.args.cuda and torch.cuda.is_available()
@@ -892,36 +1068,56 @@ class Run:
             "device": torch.cuda.get_device_name() if cuda else "cpu",
             "versions": {"python": sys.version.split()[0], **versions},
         }
-        (self.folder / "config.json").write_text(json.dumps(config, indent=2))
+        write_whole(self.folder / "config.json", json.dumps(config, indent=2).encode())
 
     def leave_if_finished(self):
         """Ends the program if the run to resume has been finished."""
-        evaluation = self.folder / "evaluation.json"
-        if self.saved.get("global_step", 0) >= self.total_steps and evaluation.exists():
-            print(f"{self.folder} is finished: {evaluation.read_text()}")
-            sys.exit()
-
-    def restore(self, **parts):
-        """Names the run's parts and, if there is a checkpoint, brings them back in this order.
-
-        A part is anything with state_dict() and load_state_dict(). One must be called agent: the
-        networks.
-        """
-        self.parts = parts
-        if self.saved is None:
+        try:
+            results = json.loads((self.folder / "evaluation.json").read_text())
+        except (FileNotFoundError, ValueError):  # not yet written, or damaged
             return
+        print(f"{self.folder} is finished: {json.dumps(results)}")
+        sys.exit()
+
+    def load(self, **parts):
+        """Brings parts back from the checkpoint of an old run, in this order.
+
+        A part is anything with state_dict() and load_state_dict().
+        """
         try:
             for name, part in parts.items():
                 part.load_state_dict(self.saved[name])
-            for name in self.SAVED:
-                setattr(self, name, self.saved[name])
-            random.setstate(self.saved["random"]["python"])
-            np.random.set_state(self.saved["random"]["numpy"])
-            torch.set_rng_state(self.saved["random"]["torch"])
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-            reason = one_line(error)
-            advice = "use the versions in its config.json, or start a new run"
-            fail(f"{self.folder} is damaged or was made by another version ({reason}): {advice}")
+            advice = "is it damaged, of another version, or of a run with other sizes?"
+            fail(f"the checkpoint doesn't fit this run ({one_line(error)}): {advice}")
+
+    def restore(self, **parts):
+        """Names the run's parts and, with --resume, loads them. One must be called agent."""
+        self.parts = parts
+        if self.args.resume:
+            self.load(**parts, run=self)
+
+    def state_dict(self):
+        state = {name: getattr(self, name) for name in self.SAVED}
+        return {**state, "random": random_states()}
+
+    def load_state_dict(self, state):
+        for name, kind in self.SAVED.items():
+            if not isinstance(state[name], kind):
+                raise TypeError(f"{name} is {state[name]!r}")
+            setattr(self, name, state[name])
+        if not 0 <= self.iteration <= self.global_step:
+            raise ValueError(f"iteration {self.iteration} at step {self.global_step}")
+        set_random_states(state["random"])
+
+    def keep_script(self):
+        """Keeps the text of this script in the folder, and any other that a resume brings."""
+        text = Path(__file__).read_bytes()
+        kept = self.folder / SCRIPT
+        if kept.exists() and kept.read_bytes() != text:
+            kept = kept.with_stem(f"{kept.stem}.{self.global_step}")
+            print(f"{SCRIPT} has changed since this run began: its new text is kept as {kept}")
+        write_whole(kept, text)
 
     def open_logs(self):
         """Opens the logs. What was logged after the checkpoint is cut off: it will come again."""
@@ -976,19 +1172,20 @@ class Run:
     def iterations(self):
         """Yields the numbers of the iterations that are left, and saves the run between them.
 
-        After Ctrl-C or SIGTERM the program ends here; with python -i only the loop ends.
+        After Ctrl-C, SIGTERM or SIGHUP the program ends here; with python -i only the loop ends.
         """
+        self.keep_script()
+        if not self.args.resume:
+            self.save()  # before there are logs: a folder with logs has a checkpoint
         self.open_logs()
-        while True:
+        while self.stop_signal is None and self.global_step < self.total_steps:
+            self.iteration += 1
+            yield self.iteration - 1
+            self.can_wait = True
             done = self.stop_signal is not None or self.global_step >= self.total_steps
             if done or self.iteration % self.save_interval == 0:
                 self.save()
             self.show_progress(done)
-            if done:
-                break
-            self.iteration += 1
-            yield self.iteration - 1
-            self.can_wait = True
 
         self.can_wait = False
         self.bar.close()
@@ -1001,7 +1198,7 @@ class Run:
                 sys.exit(128 + self.stop_signal)
 
     def on_signal(self, signum, frame):
-        """Ctrl-C and SIGTERM: the run is saved and ends after this iteration.
+        """Ctrl-C, SIGTERM and SIGHUP: the run is saved and ends after this iteration.
 
         It ends at once in the first iteration, which may compile for minutes, in the last
         evaluation, and after a second Ctrl-C.
@@ -1014,31 +1211,20 @@ class Run:
             fail(f"stopped at once; {advice}", code=128 + signum)
         self.stop_signal = signum
 
-    def save(self):
-        """Writes checkpoint.pt: tensors and plain Python values."""
-        self.check_finite(*self.parts["agent"].parameters())
-        checkpoint = {"script": SCRIPT, "args": asdict(self.args)}
-        try:
+    def save(self, name="checkpoint.pt"):
+        """Writes a checkpoint: tensors and plain Python values."""
+        if self.writer is not None:
             self.writer.flush()
             self.episodes_file.flush()
             self.wall_seconds = time.time() - self.start_time
-            self.log_sizes = {path.name: path.stat().st_size for path in self.folder.iterdir()}
-            for name in self.SAVED:
-                checkpoint[name] = getattr(self, name)
-            for name, part in self.parts.items():
-                checkpoint[name] = part.state_dict()
-            algorithm, keys, *rest = np.random.get_state()
-            checkpoint["random"] = {
-                "python": random.getstate(),
-                "numpy": (algorithm, keys.tolist(), *rest),
-                "torch": torch.get_rng_state(),  # nothing draws on a GPU
-            }
-            file = io.BytesIO()
-            torch.save(checkpoint, file)
-            write_whole(self.folder / "checkpoint.pt", file.getvalue())
-        except OSError as error:
-            advice = f"fix it, then go on with --resume {self.folder}, or start a new run"
-            fail(f"can't write the checkpoint ({error}): {advice}", code=1)
+        self.log_sizes = {path.name: path.stat().st_size for path in self.folder.iterdir()}
+        checkpoint = {"script": SCRIPT, "args": asdict(self.args), "run": self.state_dict()}
+        for part_name, part in self.parts.items():
+            checkpoint[part_name] = part.state_dict()
+        self.check_finite(*tensors_in(checkpoint))
+        file = io.BytesIO()
+        torch.save(checkpoint, file)
+        write_whole(self.folder / name, file.getvalue())
 
     def show_progress(self, done):
         """Draws a bar on a terminal; elsewhere prints a line every five seconds."""
@@ -1071,13 +1257,21 @@ class Run:
         sps = int(self.global_step / (time.time() - self.start_time))
         self.writer.add_scalar("charts/SPS", sps, self.global_step)
 
+    def log_evaluation(self, results):
+        """Logs an evaluation during the training; the best so far is kept as best.pt."""
+        mean_return = float(np.mean(results["returns"]))
+        self.writer.add_scalar("eval/episodic_return", mean_return, self.global_step)
+        if mean_return > self.best_return:
+            self.best_return = mean_return
+            self.save("best.pt")
+
     def check_finite(self, *tensors):
         """Ends a run whose learning has diverged, before it is saved."""
         if not all(torch.isfinite(tensor).all() for tensor in tensors):
             fail(
-                f"iteration {self.iteration}: the loss or a weight is not finite; {self.folder} "
-                "keeps the last good checkpoint. Try a lower --learning-rate, or look for NaN in "
-                "the environment's rewards and observations",
+                f"iteration {self.iteration}: the loss, a weight or a statistic is not finite; "
+                f"{self.folder} keeps the last good checkpoint. Try a lower --learning-rate, or "
+                "look for NaN and huge numbers in the environment's rewards and observations",
                 code=1,
             )
 
@@ -1112,23 +1306,38 @@ if __name__ == "__main__":
     envs += [make_env(args.env_id) for _ in range(args.num_envs - 1)]
     envs = VecNormalize(VecEnv(envs, args.seed), args.gamma)
     action_dim = gym.spaces.flatdim(envs.action_space)
-    agent = Agent(envs.obs.shape[1], action_dim, args.init_log_std).to(device)
-    optimizer = FlatAdam(agent, eps=1e-5)  # G11
+    obs_dim = envs.obs.shape[1]
+    agent = Agent(obs_dim, action_dim, args.hidden_sizes, args.init_log_std).to(device)
     run = Run(args, saved, args.num_iterations * args.batch_size, args.checkpoint_interval)
+    if args.evaluate or args.init_from:
+        run.load(agent=agent, obs_rms=envs.obs_rms, return_rms=envs.return_rms)
     if args.evaluate:
-        run.restore(agent=agent, obs_rms=envs.obs_rms)
         evaluate(agent, envs.obs_rms, args, video_dir)
         sys.exit()
-    # envs needs obs_rms, which comes first
-    run.restore(agent=agent, optimizer=optimizer, obs_rms=envs.obs_rms, envs=envs)
+    if args.init_from:
+        envs.observe()  # the first observations, by these statistics
+    optimizer = FlatAdam(agent, eps=1e-5)  # G11
+    run.restore(
+        agent=agent,
+        optimizer=optimizer,
+        obs_rms=envs.obs_rms,
+        return_rms=envs.return_rms,
+        envs=envs,  # after obs_rms, which it needs
+    )
     step_minibatches = compile_or_not(update_minibatches, args, device)
 
     for iteration in run.iterations():
         remaining = 1.0 - iteration / args.num_iterations
         lr = args.learning_rate * (remaining if args.anneal_lr else 1.0)  # G6
         clip_coef = args.clip_coef * (remaining if args.anneal_clip else 1.0)  # X1
-        lr = torch.tensor(lr, device=device)  # tensors, because new floats would compile again
-        clip_coef = torch.tensor(clip_coef, device=device)
+        coefs = as_tensors(
+            device,
+            lr=lr,
+            clip_coef=clip_coef,
+            ent_coef=args.ent_coef,
+            vf_coef=args.vf_coef,
+            max_grad_norm=args.max_grad_norm,
+        )
 
         obs, actions, rewards, terminations, truncations, episodes = rollout(
             agent, envs, args.num_steps
@@ -1161,7 +1370,7 @@ if __name__ == "__main__":
         batch["advantages"] = torch.from_numpy(advantages).flatten().to(device)
         batch["returns"] = torch.from_numpy(returns).flatten().to(device)
 
-        metrics = update(step_minibatches, optimizer, agent, batch, lr, clip_coef, args)
+        metrics = update(step_minibatches, optimizer, agent, batch, coefs, args)
         run.check_finite(metrics, optimizer.params)
 
         for step, episode in episodes:
@@ -1169,8 +1378,12 @@ if __name__ == "__main__":
         run.global_step += args.batch_size
         scalars = {f"losses/{name}": value for name, value in zip(METRICS, metrics)}
         scalars["losses/explained_variance"] = explained_variance(values, returns)
-        scalars["charts/learning_rate"] = lr
+        scalars["charts/learning_rate"] = coefs["lr"]
         run.log(scalars)
+        if args.eval_interval > 0 and run.iteration % args.eval_interval == 0:
+            with random_states_kept():
+                results = evaluate(agent, envs.obs_rms, args, stream=2)
+            run.log_evaluation(results)
 
     envs.close()
     if run.stop_signal is None:

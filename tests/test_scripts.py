@@ -17,7 +17,7 @@ RUN_ENDS = "# End of Run. "
 # Definitions that may differ: how many texts there are of each, and why
 DIFFERENT = {
     "Args": (8, "the flags of the algorithm; its common flags are compared one by one"),
-    "parse_args": (7, "what the algorithm's flags may be"),
+    "parse_args": (8, "what the algorithm's flags may be"),
     "make_env": (5, "kinds of spaces, and the wrappers for them"),
     "Episode": (2, "in Atari: a game, which has several lives"),
     "VecEnv": (3, "a game can end in a reset (Atari); only some environments are stepped (vpg)"),
@@ -31,7 +31,10 @@ DIFFERENT = {
 # Flags that two scripts explain differently
 DIFFERENT_FLAGS = {
     "env_id": "ids of games",
+    "compile": "some compile nothing",
     "checkpoint_interval": "steps, where an iteration is a step",
+    "eval_interval": "steps, where an iteration is a step; evaluating from the start is DDPG's custom",
+    "hidden_sizes": "of which networks",
     "learning_rate": "of which optimizer",
     "norm_adv": "there may be no minibatches",
     "max_grad_norm": "two gradients, which are not clipped by default",
