@@ -791,7 +791,8 @@ def new_folder(args):
     """The folder of a new run."""
     name = args.run_name
     if name is None:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        name = name.replace("/", "-").replace(":", "-")
     is_name = name == Path(name).name and name not in ("", "..")
     check(is_name, "--run-name must be the name of a folder in runs/, not a path")
     return Path("runs", name)
@@ -1018,8 +1019,9 @@ class Run:
             for name, part in parts.items():
                 part.load_state_dict(self.saved[name])
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-            advice = "is it damaged, of another version, or of a run with other sizes?"
-            fail(f"the checkpoint doesn't fit this run ({one_line(error)}): {advice}")
+            source = self.args.init_from or self.folder
+            advice = "it is damaged, of another version, or of a run with other sizes"
+            fail(f"the checkpoint in {source} doesn't fit ({one_line(error)}): {advice}")
 
     def restore(self, **parts):
         """Names the run's parts and, with --resume, loads them. One must be called agent."""

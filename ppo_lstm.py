@@ -307,25 +307,26 @@ def make_base_env(env_id, filmed):
 
     A mistake in the code of an environment keeps its trace.
     """
+    name = env_id
     options = {}
     expected = (gym.error.Error, ImportError)
+    advice = ""
+    if env_id.startswith("dm_control/"):
+        name = f"shimmy:{env_id}"  # the module that registers them
+        expected = (Exception,)  # with a MuJoCo that it doesn't know, it fails in its own ways
+        advice = " (it needs: pip install 'shimmy[dm-control]' 'mujoco<4')"
     if filmed:
         options["render_mode"] = "rgb_array"
         expected = (Exception,)  # renderers raise their own errors
         if sys.platform == "linux" and not os.environ.get("DISPLAY"):
             os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
     try:
-        env = gym.make(env_id, disable_env_checker=True, **options)
+        env = gym.make(name, disable_env_checker=True, **options)
         result = env.reset(seed=0)  # rather fail here than later
         if filmed:
             env.render()
     except expected as error:
-        reason = " ".join(str(error).split())
-        if isinstance(error, gym.error.NamespaceNotFound):
-            reason += (
-                " Install the package that has it (dm_control: pip install shimmy[dm-control])"
-            )
-        fail(f"can't make {env_id}: {reason}")
+        fail(f"can't make {env_id}: {' '.join(str(error).split())}{advice}")
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
     check(is_pair, f"the reset() of {env_id} must return an observation and a dict")
     return env
@@ -844,7 +845,8 @@ def new_folder(args):
     """The folder of a new run."""
     name = args.run_name
     if name is None:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "-")
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        name = name.replace("/", "-").replace(":", "-")
     is_name = name == Path(name).name and name not in ("", "..")
     check(is_name, "--run-name must be the name of a folder in runs/, not a path")
     return Path("runs", name)
@@ -1071,8 +1073,9 @@ class Run:
             for name, part in parts.items():
                 part.load_state_dict(self.saved[name])
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-            advice = "is it damaged, of another version, or of a run with other sizes?"
-            fail(f"the checkpoint doesn't fit this run ({one_line(error)}): {advice}")
+            source = self.args.init_from or self.folder
+            advice = "it is damaged, of another version, or of a run with other sizes"
+            fail(f"the checkpoint in {source} doesn't fit ({one_line(error)}): {advice}")
 
     def restore(self, **parts):
         """Names the run's parts and, with --resume, loads them. One must be called agent."""
