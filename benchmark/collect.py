@@ -2,12 +2,12 @@
 
     python -m benchmark.collect RUNS_DIR... [--out FILE.csv] [--curves FILE.csv]
 
-RUNS_DIR is a run's folder or a folder of them. A run is finished when its evaluation.json is
-complete. In the CSV, steps and wall_seconds (compilation included, imports not) are those of the
-run's last training episode, steps_per_second is their quotient; last_100 and last_20 are mean
-returns of the run's last training episodes. The curves are a row for each training episode, and for
-each evaluation during the training, its mean return. The files of this repository's own results are
-in benchmark/results/.
+RUNS_DIR is a run's folder or a folder of them. A run is finished when its evaluation.json can be
+read; its score there is empty after --eval-episodes 0. In the CSV, steps and wall_seconds
+(compilation included, imports not) are those of the run's last training episode, steps_per_second
+is their quotient; last_100 and last_20 are mean returns of the run's last training episodes. The
+curves are a row for each training episode, and for each evaluation during the training, its mean
+return. The files of this repository's own results are in benchmark/results/.
 """
 
 import argparse
@@ -16,11 +16,14 @@ import importlib
 import json
 import shlex
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from benchmark.worker import read_evaluation
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("python", "torch", "gymnasium", "mujoco", "ale-py", "numpy")
@@ -72,6 +75,25 @@ def subfolders(folder):
     return sorted(real.values())
 
 
+def printable(value):
+    """value, or what it contains, with \\udcff for what is no character.
+
+    Linux has such names of folders, and JSON such strings.
+    """
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, list):
+        return [printable(x) for x in value]
+    if isinstance(value, dict):
+        return {printable(name): printable(x) for name, x in value.items()}
+    return value
+
+
+def read_config(run):
+    """A run's config.json, printable."""
+    return printable(json.loads((run / "config.json").read_text()))
+
+
 def read_episodes(run):
     """The rows of a run's episodes.csv, as dicts of strings."""
     text = (run / "episodes.csv").read_text() if (run / "episodes.csv").exists() else ""
@@ -84,30 +106,27 @@ def read_run(run):
 
     Raises what a damaged folder makes it.
     """
-    config = json.loads((run / "config.json").read_text())
+    config = read_config(run)
     episodes = read_episodes(run)
     script = Path(config["command"][0])
     returns = [float(episode["return"]) for episode in episodes]
     steps = int(episodes[-1]["global_step"]) if episodes else ""
     wall = float(episodes[-1]["wall_seconds"]) if episodes else ""
-    try:
-        evaluation = json.loads((run / "evaluation.json").read_text())["returns"]
-    except (FileNotFoundError, json.JSONDecodeError):
-        evaluation = []
+    evaluation, _ = read_evaluation(run)
     return {
-        "run": run.name,
+        "run": printable(run.name),
         "env_id": config["args"]["env_id"],
         "script": script.stem,
         "seed": config["args"]["seed"],
         "flags": changed_flags(config["args"], script_defaults(config["command"])),
-        "status": "finished" if evaluation else "unfinished",
+        "status": "unfinished" if evaluation is None else "finished",
         "steps": steps,
         "episodes": len(episodes),
         "last_100": np.mean(returns[-100:]) if returns else "",
         "last_20": np.mean(returns[-20:]) if returns else "",
         "evaluation_mean": np.mean(evaluation) if evaluation else "",
         "evaluation_std": np.std(evaluation) if evaluation else "",
-        "evaluation_episodes": len(evaluation),
+        "evaluation_episodes": len(evaluation or ()),
         "steps_per_second": steps / wall if wall else "",
         "wall_seconds": wall,
         "versions": " ".join(
@@ -120,13 +139,16 @@ def read_run(run):
 
 def read_curves(run):
     """A run's folder -> rows of its curves: env_id, seed, run, kind, global_step, return."""
-    args = json.loads((run / "config.json").read_text())["args"]
-    head = {"env_id": args["env_id"], "seed": args["seed"], "run": run.name}
+    args = read_config(run)["args"]
+    head = {"env_id": args["env_id"], "seed": args["seed"], "run": printable(run.name)}
     rows = []
     for episode in read_episodes(run):
         step = int(episode["global_step"])
         rows.append({**head, "kind": "training", "global_step": step, "return": episode["return"]})
-    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+    with tempfile.TemporaryDirectory() as folder:
+        link = Path(folder) / "run"  # TensorBoard can't open a path that isn't UTF-8
+        link.symlink_to(run.resolve())
+        events = EventAccumulator(str(link), size_guidance={"scalars": 0}).Reload()
     tag = "eval/episodic_return"
     for event in events.Scalars(tag) if tag in events.Tags()["scalars"] else ():
         value = round(event.value, 3)
@@ -199,7 +221,9 @@ def main():
             try:
                 rows.append(read_run(run))
                 curves += read_curves(run) if args.curves else []
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                if damage := read_evaluation(run)[1]:
+                    damaged.append(f"unfinished: {run}: {damage}")
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
                 damaged.append(f"not a run, or damaged: {run} ({type(error).__name__}: {error})")
     rows.sort(key=lambda row: (row["env_id"], row["script"], row["flags"], row["seed"]))
     for path, table_rows in ((args.out, rows), (args.curves, curves)):
@@ -207,7 +231,7 @@ def main():
             check_output(parser, path)
             write_csv(path, table_rows)
     commits = ", ".join(sorted({row["git_commit"] for row in rows}))
-    print(table(rows), "", f"git commits: {commits}", *damaged, sep="\n")
+    print(table(rows), "", f"git commits: {commits}", *printable(damaged), sep="\n")
     sys.exit(not rows)
 
 

@@ -175,7 +175,12 @@ class Docker(Local):
 
     def __init__(self, folder, runs, args):
         super().__init__(folder, runs, args)
-        self.scripts = sorted({str(Path(run["script"]).parent) for run in runs.values()})
+        needed = {str(Path(run["script"]).parent) for run in runs.values()}
+        for run in runs.values():
+            for flag, value in zip(run["words"], run["words"][1:]):
+                if flag == "--init-from":
+                    needed.add(value)
+        self.needed = sorted(needed)
 
     def open(self):
         image = self.args.image
@@ -203,7 +208,7 @@ class Docker(Local):
         cache = self.folder / "cache"  # of compiled functions
         # Docker refuses to mount what isn't there
         modules = filter(os.path.exists, module_places())
-        places = dict.fromkeys([*modules, *self.scripts], ",readonly") | {str(self.folder): ""}
+        places = dict.fromkeys([*modules, *self.needed], ",readonly") | {str(self.folder): ""}
         words = ["docker", "run", "--rm", "--interactive", "--label", f"plainrl={name}"]
         words += ["--stop-timeout", str(STOP_S + 10), "--user", f"{os.getuid()}:{os.getgid()}"]
         words += ["--cpuset-cpus", ",".join(map(str, cores)), "--workdir", str(Path.cwd())]

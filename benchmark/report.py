@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmark.collect import printable
 from benchmark.figures import (
     COLORS,
     STYLES,
@@ -598,7 +599,7 @@ def parse_args():
         "--center", choices=list(CENTERS), default="iqm", help="of seeds (default iqm)"
     )
     parser.add_argument(
-        "--watch", action="store_true", help="draw it anew until all runs have come to their ends"
+        "--watch", action="store_true", help="draw it again until all runs have come to their ends"
     )
     parser.add_argument(
         "--interval", type=int, default=30, help="seconds between two drawings (default 30)"
@@ -622,7 +623,7 @@ def main():
         began = time.time()
         report, ended = draw(args, folder)
         while args.watch and not ended:
-            print(f"{states_of(report.runs)}: {folder}/report.html", flush=True)
+            print(printable(f"{states_of(report.runs)}: {folder}/report.html"), flush=True)
             # Longer after a long drawing: the runs need the cores more
             time.sleep(max(args.interval, 10 * (time.time() - began)))
             began = time.time()
@@ -636,10 +637,10 @@ def main():
         sys.exit(130)
     for warning in report.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    print(*report.files, sep="\n")
+    print(*(printable(str(path)) for path in report.files), sep="\n")
     for path in args.runs + args.compare:
         logdir = path / "runs" if (path / "sweep.json").exists() else path
-        print(f"tensorboard --logdir {shlex.quote(str(logdir))}")
+        print(printable(f"tensorboard --logdir {shlex.quote(str(logdir))}"))
 
 
 if __name__ == "__main__":

@@ -16,13 +16,15 @@ import numpy as np
 from benchmark.collect import (
     ROOT,
     changed_flags,
+    printable,
+    read_config,
     read_episodes,
     read_run,
     script_defaults,
     subfolders,
 )
 from benchmark.sweep import ENDS
-from benchmark.worker import last_line, read_job, read_json
+from benchmark.worker import last_line, read_evaluation, read_job, read_json
 
 # What a damaged or half-written folder makes its readers raise
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError)
@@ -41,6 +43,7 @@ RUN_ONLY = (
     "save_model",
     "checkpoint_interval",
     "eval_episodes",
+    "eval_max_steps",
     "eval_interval",
     "resume",
     "evaluate",
@@ -54,7 +57,8 @@ class Run:
     """A run that is planned, under way or ended.
 
     args: all its flags, as in config.json, or those known of a planned one; command: its command
-    line; row: as collect.read_run has it, {} before it begins; at, returns: see read_arrays.
+    line; row: as collect.read_run has it, {} before it begins; at, returns: see read_arrays;
+    folder: its own, which need not be there; damage: what is wrong with its evaluation.json, or "".
     """
 
     name: str
@@ -69,6 +73,8 @@ class Run:
     mark: str = ""  # in variant: of a run to compare with
     at: dict = field(default_factory=dict)
     returns: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    folder: Path | None = None
+    damage: str = ""
 
     env_id = property(lambda self: str(self.args.get("env_id", "unknown")))
     seed = property(lambda self: self.args.get("seed", "unknown"))
@@ -103,7 +109,7 @@ def read_arrays(folder):
 
 def read_begun(folder):
     """A run's folder -> Run. Raises DAMAGE."""
-    config = json.loads((folder / "config.json").read_text())
+    config = read_config(folder)
     row = read_run(folder)
     at, returns = read_arrays(folder)
     if not isinstance(config["args"].get("total_timesteps", 0), int):
@@ -123,6 +129,8 @@ def read_begun(folder):
         machine=machine,
         at=at,
         returns=returns,
+        folder=folder,
+        damage=read_evaluation(folder)[1],
     )
 
 
@@ -156,10 +164,12 @@ def planned_args(defaults, words):
             flags[flag].append(word)
     for flag, values in flags.items():
         values = [read_word(value, defaults.get(flag)) for value in values]
-        if not values:
-            args[flag.removeprefix("no_")] = not flag.startswith("no_")
+        if isinstance(defaults.get(flag), list):
+            args[flag] = values
+        elif values:
+            args[flag] = values[0]
         else:
-            args[flag] = values if isinstance(defaults.get(flag), list) else values[0]
+            args[flag.removeprefix("no_")] = not flag.startswith("no_")
     return args
 
 
@@ -188,6 +198,7 @@ def read_sweep(folder):
                 args = planned_args(script_defaults([script]), words)
                 command = shlex.join(["python", script, *words])
                 run = Run(name, Path(script).stem, args, job["state"], command)
+                run.folder = folder / "runs" / name
             except DAMAGE as error:
                 damage = f"{name}: sweep.json is damaged there ({type(error).__name__}: {error})"
         if run and name in plan:
@@ -218,7 +229,7 @@ def read_runs(paths, out):
         seen.add(path.resolve())
         if (path / "sweep.json").exists():
             found, wrong = read_sweep(path)
-            runs += [run for run in found if (path / "runs" / run.name).resolve() not in seen]
+            runs += [run for run in found if run.folder.resolve() not in seen]
             troubles += wrong
             seen |= {folder.resolve() for folder in (path / "runs").glob("*")}
             continue
@@ -234,7 +245,7 @@ def read_runs(paths, out):
                 name = folder.absolute().name
                 what = f"{type(error).__name__}: {error}"
                 troubles.append(f"{name}: not a run, damaged or just begun ({what})")
-    return runs, [without_paths(trouble) for trouble in troubles]
+    return runs, [printable(without_paths(trouble)) for trouble in troubles]
 
 
 def without_paths(text):
@@ -335,6 +346,9 @@ def differences(runs):
         rows.append((name, str(len(silent)), which(silent)))
     if wrong := [run for run in runs if not np.isfinite(run.returns).all()]:
         rows.append(("returns that aren't finite: in no curve", str(len(wrong)), which(wrong)))
+    if wrong := [run for run in runs if run.damage]:
+        names = "; ".join(f"{run.name}: {run.damage}" for run in wrong)
+        rows.append(("not finished, as their evaluation can't be read", str(len(wrong)), names))
     if wrong := [run for run in runs if not np.isfinite(run.row.get("evaluation_mean") or 0.0)]:
         rows.append(("evaluations that aren't finite", str(len(wrong)), which(wrong)))
     short = [run for run in done if (run.row["steps"] or 0) < SHORT * (run.planned_steps or 0)]

@@ -239,9 +239,7 @@ def work_arithmetic(script, env_id, steps, seed):
 
     torch.utils.tensorboard.SummaryWriter = Counter
     _, path, *words = command_of("plainrl", script, env_id, last, seed)
-    sys.argv = [path, *words]
-    if "compile" in runpy.run_path(path)["Args"].__dataclass_fields__:
-        sys.argv.append("--no-compile")  # what is compiled isn't counted
+    sys.argv = [path, *words, "--no-compile"]  # what is compiled isn't counted
     with FlopCounterMode(display=False) as flops:
         try:
             runpy.run_path(path, run_name="__main__")

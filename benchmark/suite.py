@@ -8,7 +8,8 @@ variants.
     script = "ppo_continuous_action"
     env_ids = ["HalfCheetah-v5", "Hopper-v5"]
     seeds = 5                                 # 1 to 5; or a list: [1, 2, 7]
-    flags = { total_timesteps = 1000000 }     # names as in Args: --anneal-lr is anneal_lr
+    # Names as in Args: --anneal-lr is anneal_lr. init_from: a path from the suite's folder
+    flags = { total_timesteps = 1000000 }
     [runs.variants]           # optional: a name for each set of flags, on top of the others
     default = {}
     no-norm-adv = { norm_adv = false }
@@ -19,6 +20,7 @@ import importlib.util
 import io
 import re
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 
@@ -30,6 +32,7 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = {"script": str, "env_ids": list, "seeds": (int, list), "flags": dict, "variants": dict}
 OWN_FLAGS = ("env_id", "seed", "run_name", "resume", "evaluate")  # what a sweep itself sets
+MOST_RUNS = 100_000  # of a suite: more are a mistake
 
 
 class SuiteError(Exception):
@@ -63,12 +66,18 @@ def read_suite(path):
     if set(tables) != {"runs"} or not are_tables:
         found = ", ".join(tables) or "nothing"
         raise SuiteError(f"{path} must have tables [[runs]] and nothing else, but has {found}")
-    runs = [run for table in tables["runs"] for run in expand(table, path)]
-    names = [run.name for run in runs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    for table in runs:
+        check_table(table, path)
+    number = sum(count_runs(table) for table in runs)
+    if number > MOST_RUNS:
+        raise SuiteError(f"{path} has {number:,} runs, but {MOST_RUNS:,} are the most of a suite")
+    runs = [run for table in runs for run in expand(table, path)]
+    names = Counter(run.name for run in runs)
+    if twice := sorted(name for name, number in names.items() if number > 1):
+        others = f" and {len(twice) - 3:,} others" if len(twice) > 3 else ""
         raise SuiteError(
-            f"{path} has {', '.join(twice)} more than once: give one of them a variant of another "
-            "name"
+            f"{path} has {', '.join(twice[:3])}{others} more than once: give one of them a variant "
+            "of another name"
         )
     places = {Path(run.script).stem: run.script for run in runs}
     for run in runs:
@@ -80,8 +89,8 @@ def read_suite(path):
     return runs
 
 
-def expand(table, path):
-    """The runs of one table [[runs]]. Raises SuiteError."""
+def check_table(table, path):
+    """Raises SuiteError if a table [[runs]] is not as it must be, but for its flags."""
     if unknown := set(table) - set(KEYS):
         raise SuiteError(
             f"{path} has the unknown key {', '.join(sorted(unknown))}: known are {', '.join(KEYS)}"
@@ -93,20 +102,38 @@ def expand(table, path):
         if not isinstance(value, KEYS[key]) or isinstance(value, bool):
             advice = "see `python -m benchmark.sweep --help`"
             raise SuiteError(f"{path}: {key} = {value!r} is of the wrong type; {advice}")
+    seeds = table["seeds"]
+    listed = seeds if isinstance(seeds, list) else []
+    valid = all(type(seed) is int and 0 <= seed < 2**32 for seed in listed)
+    if not valid or not all(type(env_id) is str for env_id in table["env_ids"]):
+        raise SuiteError(
+            f"{path} must have whole numbers from 0 to 2**32 - 1 as seeds, and strings as env_ids"
+        )
+    if count_runs(table) == 0:
+        raise SuiteError(f"{path} has a table [[runs]] with no seeds, no env_ids or no variants")
+    for variant, own in table.get("variants", {}).items():
+        if not isinstance(own, dict):
+            raise SuiteError(f"{path}: the variant {variant} must be a table of flags")
+
+
+def count_runs(table):
+    """How many runs a table [[runs]] has."""
+    seeds = table["seeds"]
+    number = len(seeds) if isinstance(seeds, list) else max(0, seeds)
+    return number * len(table["env_ids"]) * len(table.get("variants", {"": {}}))
+
+
+def expand(table, path):
+    """The runs of one table [[runs]]. Raises SuiteError."""
     script, module = load_script(table["script"], path)
     seeds = table["seeds"]
     if isinstance(seeds, int):
-        seeds = list(range(1, seeds + 1))
-    whole = all(type(seed) is int and seed >= 0 for seed in seeds)
-    if not whole or not all(type(env_id) is str for env_id in table["env_ids"]):
-        raise SuiteError(f"{path} must have whole numbers from 0 as seeds, and strings as env_ids")
-    if not (seeds and table["env_ids"] and table.get("variants", True)):
-        raise SuiteError(f"{path} has a table [[runs]] with no seeds, no env_ids or no variants")
+        seeds = range(1, seeds + 1)
     runs = []
     for variant, own in table.get("variants", {"": {}}).items():
-        if not isinstance(own, dict):
-            raise SuiteError(f"{path}: the variant {variant} must be a table of flags")
         flags = table.get("flags", {}) | own
+        if isinstance(flags.get("init_from"), str):  # the runs run in the sweep's folder
+            flags["init_from"] = str((path.absolute().parent / flags["init_from"]).resolve())
         args = parse(module, flags, path)
         for env_id in table["env_ids"]:
             for seed in seeds:
@@ -174,6 +201,8 @@ def parse(module, flags, path):
         flag = f"{', '.join(wrong)} is no flag of {Path(module.__file__).name}"
         raise SuiteError(f"{path}: {flag} that a suite may set")
     argv = sys.argv
+    hook = sys.excepthook
+    places = list(sys.path)
     stderr = io.StringIO()
     try:
         sys.argv = [module.__file__, *words_of(flags)]
@@ -189,4 +218,6 @@ def parse(module, flags, path):
         raise SuiteError(f"{path}: {' '.join(words_of(flags))}: {said}") from None
     finally:
         sys.argv = argv
+        sys.excepthook = hook
+        sys.path[:] = places
     return {name: list(x) if isinstance(x, tuple) else x for name, x in args.items()}

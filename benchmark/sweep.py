@@ -33,12 +33,13 @@ from benchmark.worker import (
     count_failure,
     held,
     hold,
+    is_finished,
     last_line,
     last_written,
+    read_evaluation,
     read_job,
     read_json,
     read_progress,
-    read_result,
     write_job,
     write_json,
 )
@@ -108,7 +109,7 @@ class Sweep:
             for name, (started, size) in marks.items()
         }
         for name, job in self.jobs.items():
-            done = job["state"] == "finished" and read_result(self.dir / "runs" / name) is not None
+            done = job["state"] == "finished" and is_finished(self.dir / "runs" / name)
             if not done and name not in running and not self.held(name):
                 job |= {"state": "waiting", "failures": 0, "error": ""}
                 write_job(self.dir, name, job)
@@ -158,7 +159,7 @@ class Sweep:
                 if self.misses >= MISSES:
                     raise EngineError(
                         f"the last {MISSES} workers didn't come up, {name}'s with: {job['error']}: "
-                        "mend that, then the same command goes on"
+                        "fix that, then the same command goes on"
                     )
         state = job["state"] if job["state"] in ENDS else "to be resumed"
         state = "cancelled" if name in self.cancelled else state
@@ -256,7 +257,7 @@ def make_table(folder, jobs, most=40):
     order = {state: i for i, state in enumerate(STATES)}
     for name, job in sorted(jobs.items(), key=lambda item: order.get(item[1]["state"], 1))[:most]:
         progress = read_progress(folder / "logs" / f"{name}.log")
-        result = read_result(folder / "runs" / name)
+        returns, damage = read_evaluation(folder / "runs" / name)
         speed = ""
         eta = ""
         note = job["error"]
@@ -268,7 +269,11 @@ def make_table(folder, jobs, most=40):
             if silent_s > SILENT_S:
                 notes.append(f"silent for {silent_s / 60:.0f} min, {job['place']}")
             note = ", ".join(notes)
-        value = progress.get("return") or "" if result is None else f"{result:.1f}"
+        if damage and damage not in note:
+            note = f"{note}; {damage}".removeprefix("; ")
+        value = progress.get("return") or "" if returns is None else ""
+        if returns:
+            value = f"{sum(returns) / len(returns):.1f}"
         steps = f"{progress['step']}/{progress['steps']}" if progress else ""
         table.add_row(escape(name), job["state"], steps, speed, eta, value, escape(note))
     if len(jobs) > most:

@@ -26,6 +26,8 @@ PROGRESS = re.compile(r"\| (\d+)/(\d+) \[[^<]*<([^,]*), *([^,\]]+)(?:, return ([
 POLL_S = 0.5  # s between two looks at the run
 STOP_S = 60  # s until a run that was asked to stop is killed
 STALLED_S = 5  # the same of one that has stalled, and is likely deaf
+BUSY_S = 30  # s until the next attempt at a run that a process elsewhere has
+BUSY = "is in use by another process"  # what a script says of a folder that is locked
 HELD = 75  # exit code where another worker has the run: EX_TEMPFAIL of sysexits.h
 
 
@@ -46,13 +48,27 @@ def write_json(path, value):
     part.replace(path)
 
 
-def read_result(run_dir):
-    """Mean return of a finished run's evaluation, or None."""
+def read_evaluation(run_dir):
+    """A run's folder -> (returns of its evaluation, what is wrong with them).
+
+    The first is None unless the run is finished, and [] after one with --eval-episodes 0. The
+    second is "" unless there is an evaluation.json that can't be read.
+    """
     try:
-        returns = read_json(run_dir / "evaluation.json").get("returns")
-        return sum(returns) / len(returns)
-    except (TypeError, ZeroDivisionError):
-        return None
+        returns = json.loads((run_dir / "evaluation.json").read_bytes())["returns"]
+        if not isinstance(returns, list) or not all(type(x) in (int, float) for x in returns):
+            raise ValueError("its returns are no list of numbers")
+        return [float(x) for x in returns], ""
+    except (FileNotFoundError, NotADirectoryError):
+        return None, ""
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        reason = str(getattr(error, "strerror", None) or error)
+        return None, f"evaluation.json can't be read ({type(error).__name__}: {reason})"
+
+
+def is_finished(run_dir):
+    returns, _ = read_evaluation(run_dir)
+    return returns is not None
 
 
 def read_job(folder, name):
@@ -64,11 +80,12 @@ def read_job(folder, name):
     """
     job = {"state": "waiting", "failures": 0, "error": "", "started": 0.0, "place": "", "step": 0}
     job |= read_json(folder / "jobs" / f"{name}.json")
-    return (
-        job
-        if read_result(folder / "runs" / name) is None
-        else job | {"state": "finished", "error": ""}
-    )
+    returns, damage = read_evaluation(folder / "runs" / name)
+    if returns is not None:
+        return job | {"state": "finished", "error": ""}
+    if damage and job["state"] == "finished":
+        return job | {"state": "waiting"}
+    return job
 
 
 def write_job(folder, name, job):
@@ -237,6 +254,12 @@ class Worker:
         said = said or last_line(self.log) or "nothing printed"
         return process.returncode, f"{said} (exit code {process.returncode})"
 
+    def wait(self, seconds):
+        """Waits so long, or until a signal comes."""
+        end = time.time() + seconds
+        while time.time() < end and not self.signals:
+            time.sleep(POLL_S)
+
     def work(self):
         """Attempts until the run is finished, has failed too often, or is to stop.
 
@@ -246,19 +269,26 @@ class Worker:
         if self.job["state"] == "running":  # by another, who is gone
             said = f"lost by {self.job['place']}"
             self.note(**count_failure(self.folder, self.name, self.job, said, lost=True))
-        while read_result(self.dir) is None:
+        while not is_finished(self.dir):
             if self.job["failures"] > self.retries or code == 2:  # 2 is bad input, which stays bad
                 self.note(state="failed")
                 return 1
             place = f"{os.uname().nodename}, process {os.getpid()}"
             self.note(state="running", started=time.time(), place=place)
             code, said = self.attempt()
-            if read_result(self.dir) is not None and code == 0:
+            returns, damage = read_evaluation(self.dir)
+            if returns is not None and code == 0:
                 break
+            if code == 2 and BUSY in said:  # by a script on another machine, whose worker is lost
+                code = None
+                self.note(state="waiting", error=said)
+                self.wait(BUSY_S)
+            elif not self.signals:
+                said = damage if code == 0 and damage else said
+                self.note(**count_failure(self.folder, self.name, self.job, said))
             if self.signals:
                 self.note(state="waiting", error="")
                 return 128 + signal.SIGTERM
-            self.note(**count_failure(self.folder, self.name, self.job, said))
         self.note(state="finished", error="")
         return 0
 

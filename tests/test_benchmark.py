@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import gymnasium as gym
 import pytest
+import torch
 from sb3_contrib import RecurrentPPO
 from stable_baselines3 import DDPG, PPO
 
@@ -20,7 +22,8 @@ from benchmark import collect, speed
 from benchmark.environments import MaskedCartPole
 
 ROOT = Path(__file__).resolve().parent.parent
-DEFAULTS = asdict(ppo_continuous_action.Args())
+# As config.json has them
+DEFAULTS = json.loads(json.dumps(asdict(ppo_continuous_action.Args())))
 
 
 def make_run(folder, seed, returns, evaluation=None, **flags):
@@ -39,20 +42,25 @@ def make_run(folder, seed, returns, evaluation=None, **flags):
     (folder / "episodes.csv").write_text(
         "global_step,wall_seconds,env,return,length,ended_by\n" + "".join(lines)
     )
-    if evaluation:
+    if evaluation is not None:
         (folder / "evaluation.json").write_text(
             json.dumps({"returns": evaluation, "lengths": [1000, 1000]})
         )
     return folder
 
 
-def run_collect(*args):
-    return subprocess.run(
-        [sys.executable, "-m", "benchmark.collect", *map(str, args)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture
+def run_collect(monkeypatch, capsys):
+    """run_collect(*args): benchmark.collect with these words; its exit code and what it printed."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["collect", *map(str, args)])
+        with pytest.raises(SystemExit) as stop:
+            collect.main()
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess([], int(stop.value.code), said.out, said.err)
+
+    return run
 
 
 def test_collect_row_of_a_finished_run(tmp_path):
@@ -83,7 +91,7 @@ def test_collect_row_of_a_finished_run(tmp_path):
     assert row["command"] == "python ppo_continuous_action.py --seed 7"
 
 
-def test_collect_names_unfinished_runs_and_leaves_them_out_of_means(tmp_path):
+def test_collect_names_unfinished_runs_and_leaves_them_out_of_means(tmp_path, run_collect):
     """What a user sees: two seeds averaged, two runs named, all in the CSV.
 
     Named are the killed run and the run without an episode.
@@ -132,7 +140,67 @@ def test_collect_reads_a_run_that_is_being_written(tmp_path):
     assert (row["status"], row["steps"], row["last_100"]) == ("unfinished", 2000, 1.5)
 
 
-def test_collect_curves(tmp_path):
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[3]", b"{}", b'{"returns": [null]}'])
+def test_collect_names_evaluations_that_cannot_be_read(tmp_path, run_collect, content):
+    """Their runs count as unfinished, the others as ever."""
+    make_run(tmp_path / "runs" / "good", 1, [10.0], [100.0])
+    bad = make_run(tmp_path / "runs" / "bad", 2, [20.0])
+    (bad / "evaluation.json").write_bytes(content)
+    done = run_collect(tmp_path / "runs", "--out", tmp_path / "out.csv")
+    assert done.returncode == 0
+    assert "| 1: 1 | 10.0 +- 0.0 | 100.0 +- 0.0 | 2,000 | 1 bad (step 1000) |" in done.stdout
+    assert f"unfinished: {bad}: evaluation.json can't be read (" in done.stdout
+    assert f"{tmp_path}/runs/good: " not in done.stdout
+    with open(tmp_path / "out.csv") as file:
+        assert [row["status"] for row in csv.DictReader(file)] == ["finished", "unfinished"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_collect_of_runs_without_evaluation_episodes(tmp_path, run_collect):
+    """--eval-episodes 0: they are finished, and have no score of an evaluation."""
+    make_run(tmp_path / "runs" / "none", 1, [10.0], [])
+    done = run_collect(tmp_path / "runs", "--out", tmp_path / "out.csv")
+    assert "| 1: 1 | 10.0 +- 0.0 | - | 2,000 | 0  |" in done.stdout
+    with open(tmp_path / "out.csv") as file:
+        (row,) = csv.DictReader(file)
+    cells = [row[f"evaluation_{name}"] for name in ("mean", "std", "episodes")]
+    assert (row["status"], cells) == ("finished", ["", "", "0"])
+    make_run(tmp_path / "runs" / "some", 2, [10.0], [100.0])
+    done = run_collect(tmp_path / "runs")
+    assert "| 2: 1 2 | 10.0 +- 0.0 | 100.0 +- 0.0 | 2,000 | 0  |" in done.stdout
+
+
+def test_collect_names_that_are_no_text(tmp_path, run_collect):
+    """A folder's name may be any bytes: it is shown with what can be printed of it."""
+    runs = tmp_path / "runs"
+    make_run(runs / "good", 1, [10.0], [100.0])
+    made = make_run(tmp_path / "made", 2, [20.0], [200.0])
+    writer = ppo_continuous_action.SummaryWriter(made)
+    writer.add_scalar("eval/episodic_return", -3.0, 500)
+    writer.close()
+    config = made / "config.json"
+    config.write_text(config.read_text().replace('"seed": 2', '"seed": 2, "note": "\\udc80"'))
+    made.rename(runs / os.fsdecode(b"bad\xff"))
+    (runs / os.fsdecode(b"none\xfe")).mkdir()
+    out = tmp_path / "out.csv"
+    done = run_collect(runs, "--out", out, "--curves", tmp_path / "curves.csv")
+    assert done.returncode == 0
+    said = done.stdout
+    assert "| defaults | 1: 1 | 10.0 +- 0.0 | 100.0 +- 0.0 |" in said
+    assert "| --note '\\udc80' | 1: 2 | 20.0 +- 0.0 | 200.0 +- 0.0 |" in said
+    assert "not a run, or damaged: " in said and "none\\udcfe (FileNotFoundError" in said
+    with open(out) as file:
+        assert [row["run"] for row in csv.DictReader(file)] == ["good", "bad\\udcff"]
+    with open(tmp_path / "curves.csv") as file:
+        curves = [tuple(row.values())[1:] for row in csv.DictReader(file)]
+    assert sorted(curves) == [
+        ("1", "good", "training", "1000", "10.0"),
+        ("2", "bad\\udcff", "evaluation", "500", "-3.0"),
+        ("2", "bad\\udcff", "training", "1000", "20.0"),
+    ]
+
+
+def test_collect_curves(tmp_path, run_collect):
     """Every training episode and every evaluation, from episodes.csv and TensorBoard."""
     for seed in (1, 2):
         run = make_run(tmp_path / "runs" / f"run{seed}", seed, [10.0 * seed, 20.0])
@@ -153,19 +221,19 @@ def test_collect_curves(tmp_path):
     ]
 
 
-def test_collect_counts_a_run_once(tmp_path):
+def test_collect_counts_a_run_once(tmp_path, run_collect):
     run = make_run(tmp_path / "runs" / "a", 1, [10.0], [100.0])
     done = run_collect(tmp_path / "runs", run, tmp_path / "runs" / ".." / "runs")
     assert done.returncode == 0 and "| 1: 1 |" in done.stdout
 
 
-def test_collect_without_runs_fails(tmp_path):
+def test_collect_without_runs_fails(tmp_path, run_collect):
     assert run_collect(tmp_path).returncode == 1
     missing = run_collect(tmp_path / "missing")
     assert missing.returncode == 2 and "no such folder" in missing.stderr
 
 
-def test_an_output_file_that_cannot_be_written_is_one_sentence(tmp_path):
+def test_an_output_file_that_cannot_be_written_is_one_sentence(tmp_path, run_collect):
     make_run(tmp_path / "runs" / "a", 1, [10.0], [100.0])
     command = [sys.executable, "-m", "benchmark.speed", "--out", tmp_path]
     slow = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -404,6 +472,7 @@ def test_speed_of_the_arithmetic_counts_the_products_of_an_iteration(tmp_path):
         import torch
         speed.median = lambda times: 2 * 1024**3 / 1e9  # a machine of 1 GFLOPS
         torch.set_num_threads(1)
+        torch.set_num_threads = lambda number: None
         print(speed.work_arithmetic("ddpg_continuous_action", "Pendulum-v1", 1000, 1)[1])"""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
@@ -490,10 +559,11 @@ def test_speed_sb3_has_the_hyper_parameters_of_ppo_atari_lstm(monkeypatch):
 def test_speed_sb3_has_the_hyper_parameters_of_ddpg_continuous_action(monkeypatch):
     made, learn = [], DDPG.learn
     monkeypatch.setattr(DDPG, "learn", lambda self, steps: made.append(self) or learn(self, steps))
-    marks = speed.work_sb3("ddpg_continuous_action", "Pendulum-v1", 400, 1)
-    assert [step for step, _ in marks] == [200, 300, 400]
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # they wait by spinning
+    marks = speed.work_sb3("ddpg_continuous_action", "Pendulum-v1", 300, 1)
+    assert [step for step, _ in marks] == [200, 300]
     sb3, args = made[0], ddpg_continuous_action.Args()
-    assert sb3._n_updates == 300  # one a step, from the hundredth on
+    assert sb3._n_updates == 200  # one a step, from the hundredth on
     flags = dict(zip(speed.DDPG_FLAGS[::2], speed.DDPG_FLAGS[1::2]))
     assert flags["--learning-starts"] == flags["--random-steps"] == str(sb3.learning_starts)
     assert (sb3.n_envs, sb3.batch_size, sb3.tau, sb3.gamma) == (
@@ -514,6 +584,7 @@ def test_speed_sb3_has_the_hyper_parameters_of_ddpg_continuous_action(monkeypatc
 def test_speed_sb3_has_the_hyper_parameters_of_ppo_continuous_action(monkeypatch):
     made, learn = [], PPO.learn
     monkeypatch.setattr(PPO, "learn", lambda self, steps: made.append(self) or learn(self, steps))
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # they wait by spinning
     marks = speed.work_sb3("ppo_continuous_action", "Pendulum-v1", 4096, 1)
     assert [step for step, _ in marks] == [2048, 4096]
     sb3, args = made[0], ppo_continuous_action.Args()

@@ -246,11 +246,10 @@ engines.time, sweep.POLL_S = types.SimpleNamespace({clock}), 0.05
 sweep.main()"""
         return begin(["-c", code, suite, "--runs", folder, *flags])
 
-    def start_worker(folder, name, stop_s=60):
-        code = (
-            f"from benchmark import worker; worker.POLL_S, worker.STOP_S = 0.05, {stop_s}; "
-            "worker.main()"
-        )
+    def start_worker(folder, name, stop_s=60, busy_s=0.1):
+        code = f"""from benchmark import worker
+worker.POLL_S, worker.STOP_S, worker.BUSY_S = 0.05, {stop_s}, {busy_s}
+worker.main()"""
         return begin(["-c", code, folder, name, "--threads", "1"])
 
     start.begin, start.worker = begin, start_worker
@@ -464,6 +463,15 @@ def test_a_container_sees_the_users_modules(tmp_path, monkeypatch):
     assert all(any(Path(path).is_relative_to(place) for place in places) for path in paths[:-1]), (
         places
     )
+
+
+def test_a_container_sees_the_run_whose_networks_it_begins_with(tmp_path):
+    args = Namespace(
+        workers=1, cpus_per_run=1, gpus_per_run=0, memory_per_run=None, engine_args=[], image="x"
+    )
+    run = {"script": "/a/fake.py", "words": ["--seed", "1", "--init-from", "/old/runs/one"]}
+    words = engines.Docker(tmp_path / "out", {"a": run}, args).command("a", [0], [])
+    assert "type=bind,source=/old/runs/one,target=/old/runs/one,readonly" in words
 
 
 def test_docker_without_the_image(tmp_path, docker, start):
@@ -948,7 +956,7 @@ engines.Local.command = lambda self, name, *rest: (
     code, said = finish(start(suite, folder, "--retries", "2", patch=patch))
     assert (
         code == 2
-        and f"the last 5 workers didn't come up, Good-v0__fake__1's with: {reason}: mend that"
+        and f"the last 5 workers didn't come up, Good-v0__fake__1's with: {reason}: fix that"
         in said
     )
     assert [(job["state"], job["failures"]) for job in jobs_of(folder).values()] == [
@@ -1002,6 +1010,11 @@ def test_a_machine_that_sleeps_is_no_stall(tmp_path, start):
 def make_folder(path, env_id, retries=0, stall_minutes=30):
     """A sweep's folder with one run; returns it and the run."""
     (run,) = read_suite(make_suite(path, env_id))
+    return folder_of(path, run, retries, stall_minutes), run
+
+
+def folder_of(path, run, retries, stall_minutes=30):
+    """The sweep's folder of a run."""
     for name in ("jobs", "logs", "runs"):
         (path / "out" / name).mkdir(parents=True)
     runs = {run.name: {"script": run.script, "words": run.words}}
@@ -1009,7 +1022,7 @@ def make_folder(path, env_id, retries=0, stall_minutes=30):
         path / "out" / "sweep.json",
         {"retries": retries, "stall_minutes": stall_minutes, "runs": runs},
     )
-    return path / "out", run
+    return path / "out"
 
 
 def test_a_run_has_one_worker(tmp_path, start):
@@ -1055,6 +1068,84 @@ def test_a_lost_worker_is_a_failure_where_it_got_no_further(
     if state == "failed":
         assert job["error"] == "lost by node7, process 5"
         assert not (folder / "runs" / run.name / "starts.txt").exists()
+
+
+def make_busy(folder, name):
+    """Lets a run's script say that another process has its folder, until there is a file "free"."""
+    script = folder.parent / "fake.py"
+    main = 'if __name__ == "__main__":\n'
+    assert SCRIPT.count(main) == 1
+    busy = f"""{main}    with open("tries.txt", "a") as file:
+        print("tried", file=file)
+    if not Path("free").exists():
+        print("error: runs/{name} is in use by another process: wait for it", file=sys.stderr)
+        sys.exit(2)
+"""
+    script.write_text(SCRIPT.replace(main, busy))
+
+
+def tries_of(folder):
+    return len((folder / "tries.txt").read_text().splitlines())
+
+
+def test_a_run_that_another_process_has_is_waited_for(tmp_path, start):
+    """Such as a script on a node that is cut off: that is not the run's failure."""
+    folder, run = make_folder(tmp_path, "Good-v0")
+    make_busy(folder, run.name)
+    process = start.worker(folder, run.name)
+    wait_for(lambda: tries_of(folder) > 2)
+    (job,) = jobs_of(folder).values()
+    assert job["failures"] == 0
+    (folder / "free").touch()
+    assert finish(process)[0] == 0
+    assert_done_once(folder, run.name)
+    assert worker.read_job(folder, run.name)["failures"] == 0
+
+
+def test_a_run_that_another_process_ends_is_finished(tmp_path, start):
+    folder, run = make_folder(tmp_path, "Good-v0")
+    make_busy(folder, run.name)
+    process = start.worker(folder, run.name)
+    wait_for(lambda: tries_of(folder) > 0)
+    (folder / "runs" / run.name).mkdir()
+    worker.write_json(folder / "runs" / run.name / "evaluation.json", {"returns": [4.0]})
+    assert finish(process)[0] == 0
+    assert worker.read_job(folder, run.name)["state"] == "finished"
+
+
+def test_a_worker_that_waits_for_another_process_can_be_stopped(tmp_path, start):
+    folder, run = make_folder(tmp_path, "Good-v0")
+    make_busy(folder, run.name)
+    process = start.worker(folder, run.name, busy_s=60)
+    wait_for(lambda: "is in use" in worker.read_job(folder, run.name)["error"])
+    assert worker.read_job(folder, run.name)["state"] == "waiting"
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) == (143, "")
+    assert worker.read_job(folder, run.name)["state"] == "waiting" and tries_of(folder) == 1
+
+
+def test_a_folder_that_has_lost_its_checkpoint_is_a_failure_at_once(tmp_path, start):
+    """With the sentence of a real script, and nothing in it changes."""
+    run = Namespace(name="one", script=str(ROOT / "vpg.py"), words=["--run-name", "one"])
+    folder = folder_of(tmp_path, run, retries=3)
+    (folder / "runs" / run.name).mkdir()
+    (folder / "runs" / run.name / "episodes.csv").write_text("a log\n")
+    assert finish(start.worker(folder, run.name))[0] == 1
+    job = worker.read_job(folder, run.name)
+    assert (job["state"], job["failures"]) == ("failed", 1)
+    assert f"runs/{run.name}" in job["error"] and "choose another --run-name" in job["error"]
+    assert (folder / "runs" / run.name / "episodes.csv").read_text() == "a log\n"
+
+
+def test_an_evaluation_that_stays_unreadable_is_the_failure(tmp_path, start):
+    """Where the script, too, takes the run for finished."""
+    folder, run = make_folder(tmp_path, "Good-v0")
+    (folder / "runs" / run.name / "evaluation.json").mkdir(parents=True)
+    text = 'if __name__ == "__main__":\n'
+    (tmp_path / "fake.py").write_text(SCRIPT.replace(text, f"{text}    sys.exit()\n"))
+    assert finish(start.worker(folder, run.name))[0] == 1
+    job = worker.read_job(folder, run.name)
+    assert job["state"] == "failed" and job["error"].startswith("evaluation.json can't be read")
 
 
 def test_a_worker_asks_its_script_once_to_stop(tmp_path, start):

@@ -3,6 +3,7 @@
 import csv
 import html
 import json
+import os
 import re
 import shutil
 import signal
@@ -32,7 +33,10 @@ from benchmark.runs import (
     read_runs,
 )
 
-SCRIPTS = {"vpg": asdict(vpg.Args()), "ppo_continuous_action": asdict(ppo_continuous_action.Args())}
+SCRIPTS = {
+    module.__name__: json.loads(json.dumps(asdict(module.Args())))  # as config.json has them
+    for module in (vpg, ppo_continuous_action)
+}
 EVIL = "<script>alert(1)</script>"
 
 
@@ -66,7 +70,7 @@ def make_run(
     (folder / "episodes.csv").write_text(
         "global_step,wall_seconds,env,return,length,ended_by\n" + "".join(lines)
     )
-    if evaluation:
+    if evaluation is not None:
         (folder / "evaluation.json").write_text(json.dumps({"returns": evaluation}))
     return folder
 
@@ -266,6 +270,7 @@ def test_arguments_of_a_run_that_has_not_begun():
         isinstance(planned_args(defaults, words)["lr"], float)
         and planned_args(defaults, []) == defaults
     )
+    assert planned_args(defaults, ["--sizes", "--amp"]) == defaults | {"sizes": [], "amp": True}
 
 
 def variants_of(*runs, others=()):
@@ -282,8 +287,9 @@ def make(script="vpg", row=None, **args):
 
 def test_variants_are_script_and_changed_flags():
     """Seeds, environments, and flags that don't change what is learned are no part of them."""
-    assert set(RUN_ONLY) - {"compile", "eval_interval"} <= set(SCRIPTS["vpg"])
+    assert set(RUN_ONLY) <= set(SCRIPTS["vpg"])
     plain = make(seed=3, env_id="Acrobot-v1", num_threads=4, exp_name="mine", checkpoint_interval=7)
+    plain.args |= {"eval_episodes": 0, "eval_interval": 5, "eval_max_steps": 9, "compile": False}
     assert variants_of(plain, make(baseline="none", norm_adv=False, data="/home/me/data.npz")) == [
         "vpg",
         "vpg --baseline none --no-norm-adv --data data.npz",
@@ -291,6 +297,16 @@ def test_variants_are_script_and_changed_flags():
     planned = planned_args({"target_kl": None}, ["--target-kl", "1", "--clip-coef", "1e9"])
     assert variants_of(make(target_kl=1.0, clip_coef=1e9), make(**planned), make()) == [
         "vpg --target-kl 1 --clip-coef 1000000000"
+    ] * 2 + ["vpg"]
+
+
+def test_sizes_and_first_networks_make_variants():
+    """As a sweep's plan has them, and as config.json; --best then says which networks."""
+    words = "--hidden-sizes 3 5 --init-from /old/runs/one --best".split()
+    planned = planned_args(SCRIPTS["vpg"], words)
+    begun = {"hidden_sizes": [3, 5], "init_from": "/old/runs/one", "best": True}
+    assert variants_of(make(**planned), make(**begun), make()) == [
+        "vpg --init-from one --best --hidden-sizes 3 5"
     ] * 2 + ["vpg"]
 
 
@@ -576,7 +592,7 @@ def test_mean_and_deviation_have_the_digits_of_the_larger():
 def test_report_says_what_all_variants_have(tmp_path, monkeypatch):
     """And lists seeds as numbers, not as the folders' names are ordered."""
     for seed in (1, 2, 10):
-        make_run(tmp_path / "runs" / f"a{seed}", seed=seed, gamma=0.9, evaluation=())
+        make_run(tmp_path / "runs" / f"a{seed}", seed=seed, gamma=0.9, evaluation=None)
     make_run(tmp_path / "runs" / "b", gamma=0.9, baseline="none")
     run_report(monkeypatch, tmp_path / "runs")
     text = (tmp_path / "report" / "report.md").read_text()
@@ -685,6 +701,61 @@ def test_report_shows_runs_that_are_short_or_not_finite(tmp_path, monkeypatch):
     ]
 
 
+def test_report_names_evaluations_that_cannot_be_read(tmp_path, monkeypatch):
+    """Their runs are in no average, in a sweep and elsewhere."""
+    sweep = make_sweep(tmp_path / "sweep", {"one": [], "two": []}, two=("finished", ""))
+    runs = sweep / "runs"
+    make_run(runs / "one", returns=[5.0] * 8)
+    bad = make_run(runs / "two", seed=2, returns=[7.0] * 8)
+    (bad / "evaluation.json").write_text('{"returns": [1.0')
+    for path, state in ((sweep, "waiting"), (runs, "unfinished")):
+        run_report(monkeypatch, path, "--out", tmp_path / "out")
+        text = (tmp_path / "out" / "report.md").read_text()
+        assert f"Runs: 1 finished, 1 {state}; " in text
+        rows = {row[0]: row[1:] for row in table_after(text, "Runs that differ")}
+        number, what = rows["not finished, as their evaluation can't be read"]
+        assert number == "1" and what.startswith("two: evaluation.json can't be read (")
+        rows = {row[0]: row[1:3] for row in table_after(text, "CartPole-v1")}
+        assert rows["vpg"] == ["1 of 2", "5.00"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_report_of_runs_without_evaluation_episodes(tmp_path, monkeypatch):
+    """--eval-episodes 0: they are finished, and have no score of an evaluation."""
+    make_run(tmp_path / "runs" / "one", returns=[5.0] * 8, evaluation=())
+    make_run(tmp_path / "runs" / "two", returns=[5.0] * 8, evaluation=(), env_id="Acrobot-v1")
+    make_run(tmp_path / "runs" / "three", seed=2, returns=[7.0] * 8, env_id="Acrobot-v1")
+    run_report(monkeypatch, tmp_path / "runs")
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "Runs: 3 finished; " in text and "nan" not in text
+    cells = {}
+    for env_id in ("CartPole-v1", "Acrobot-v1"):
+        rows = {row[0]: row for row in table_after(text, env_id)}
+        cells[env_id] = (rows["vpg"][1], rows["vpg"][2], rows["vpg"][4])
+    assert cells == {"CartPole-v1": ("1", "5.00", "-"), "Acrobot-v1": ("2", "6.00 +- 1.00", "6.00")}
+    every = {row[0]: row[7] for row in table_after(text, "Every run")}
+    assert every == {"run": "evaluation", "one": "-", "two": "-", "three": "6.00"}
+
+
+def test_report_of_names_that_are_no_text(tmp_path, monkeypatch, capsys):
+    """A folder's name may be any bytes: it is shown with what can be printed of it.
+
+    In the page, the Markdown, the figures' data and the terminal; in a sweep each run once.
+    """
+    sweep = make_sweep(tmp_path / os.fsdecode(b"sweep\xfd"), {"good": []})
+    make_run(sweep / "runs" / "good", returns=[5.0] * 8)
+    bad = make_run(sweep / "runs" / os.fsdecode(b"bad\xff"), seed=2, returns=[7.0] * 8)
+    (sweep / "runs" / os.fsdecode(b"none\xfe")).mkdir()
+    run_report(monkeypatch, bad, sweep)
+    assert f"tensorboard --logdir '{tmp_path}/sweep\\udcfd/runs'" in capsys.readouterr().out
+    text = (bad / "report" / "report.md").read_text()
+    assert "Runs: 2 finished, 1 damaged; " in text and "none\\udcfe: not a run" in text
+    assert [row[0] for row in table_after(text, "Every run")] == ["run", "good", "bad\\udcff"]
+    assert "bad\\udcff" in (bad / "report" / "report.html").read_text()
+    rows = read_csv(bad / "report" / "figures" / "CartPole-v1_steps.csv")
+    assert {row["series"] for row in rows} == {"good", "bad\\udcff", "iqm"}
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -762,6 +833,7 @@ def test_report_of_many_variants_compares_them_with_the_defaults(tmp_path, monke
             )
     runs, troubles = read_runs([tmp_path / "runs"], None)
     shared = name_variants(runs, [])
+    monkeypatch.setattr(scores, "RESAMPLES", 20)  # the intervals don't matter
     made = report.Report(runs, shared, troubles, "iqm", tmp_path / "out")
     assert len(set(made.looks.values())) == 7
     rows = read_csv(tmp_path / "out" / "figures" / "improvement.csv")
@@ -791,6 +863,7 @@ def test_report_of_many_variants_sets_like_beside_like(tmp_path, monkeypatch):
                     commit=part,
                     **flags,
                 )
+    monkeypatch.setattr(scores, "RESAMPLES", 20)  # the intervals don't matter
     run_report(monkeypatch, tmp_path / "new", "--compare", tmp_path / "old")
     rows = {row["name"] for row in read_csv(tmp_path / "report" / "figures" / "improvement.csv")}
     names = {frozenset(name.split(" > ")) for name in rows}
