@@ -258,6 +258,9 @@ class ReplayEnv(gym.Wrapper):
 
     def step(self, action):
         self.actions.append(action.copy())
+        if len(self.actions) == 200 * self.steps_per_seed:
+            advice = "give the environment a time limit, max_episode_steps of gymnasium.register"
+            print(f"an episode is so long that checkpoints grow and --resume is slow: {advice}")
         self.obs, reward, terminated, truncated, info = self.env.step(action)
         if terminated or truncated:
             info["final_obs"] = np.array(self.obs)  # a copy: the reset may write over it
