@@ -852,7 +852,8 @@ def explain_error(folder, kind, error, trace):
     """
     writing = False
     if isinstance(error, OSError):
-        writing = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EPIPE)
+        numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EPIPE)
+        writing = error.errno in numbers
         if isinstance(error.filename, str):
             path = Path(error.filename).absolute()
             own = folder.absolute()
@@ -1037,13 +1038,22 @@ class Run:
         set_random_states(state["random"])
 
     def keep_script(self):
-        """Keeps the text of this script in the folder, and any other that a resume brings."""
+        """Keeps the text of this script in the folder, and each new text that a resume brings."""
         text = Path(__file__).read_bytes()
-        kept = self.folder / SCRIPT
-        if kept.exists() and kept.read_bytes() != text:
-            kept = kept.with_stem(f"{kept.stem}.{self.global_step}")
-            print(f"{SCRIPT} has changed since this run began: its new text is kept as {kept}")
-        write_whole(kept, text)
+        stem = Path(SCRIPT).stem
+        texts = [
+            path
+            for path in self.folder.iterdir()
+            if path.name.startswith(stem) and path.suffix == ".py"
+        ]
+        if not texts:
+            write_whole(self.folder / SCRIPT, text)
+            return
+        last = max(texts, key=os.path.getmtime)
+        if last.read_bytes() != text:
+            new = self.folder / f"{stem}.{self.global_step}.py"
+            print(f"{SCRIPT} has changed since this run began: its new text is kept as {new}")
+            write_whole(new, text)
 
     def open_logs(self):
         """Opens the logs. What was logged after the checkpoint is cut off: it will come again."""
@@ -1051,8 +1061,6 @@ class Run:
             is_log = path.name == "episodes.csv" or path.name.startswith("events.")
             if is_log and path.is_file() and not path.is_symlink():
                 os.truncate(path, min(path.stat().st_size, self.log_sizes.get(path.name, 0)))
-        if self.args.track:
-            self.start_wandb()
         self.writer = SummaryWriter(self.folder)
         self.episodes_file = open(self.folder / "episodes.csv", "a")
         if self.episodes_file.tell() == 0:
@@ -1101,6 +1109,8 @@ class Run:
         After Ctrl-C, SIGTERM or SIGHUP the program ends here; with python -i only the loop ends.
         """
         self.keep_script()
+        if self.args.track:
+            self.start_wandb()
         if not self.args.resume:
             self.save()  # before there are logs: a folder with logs has a checkpoint
         self.open_logs()

@@ -37,13 +37,21 @@ def fixed_seeds():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def what_read_flags_sets(monkeypatch):
+    """Is set back after each test."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
 @pytest.fixture
 def run_script(monkeypatch, tmp_path):
     """run_script(path, *flags, code=0): `python path *flags` in an empty folder.
 
     It must end with that exit code. Returns the module with its variables.
     """
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signums = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {signum: signal.getsignal(signum) for signum in signums}
     monkeypatch.chdir(tmp_path)
 
     def run(path, *flags, code=0):

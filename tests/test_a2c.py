@@ -10,6 +10,7 @@ from stable_baselines3 import A2C
 from stable_baselines3.common.vec_env import DummyVecEnv
 from test_ppo import (
     Outputs,
+    as_coefs,
     compare_compiled,
     flat,
     left_by,
@@ -48,7 +49,8 @@ def test_gradient_of_a_hand_made_batch(norm_adv):
     returns = torch.tensor([0.0, 2.0, 5.0, 3.0])
     batch = {"obs": None, "actions": None, "advantages": advantages, "returns": returns}
     args = a2c.Args(norm_adv=norm_adv, ent_coef=0.1, vf_coef=0.6)
-    grads, metrics = torch.func.grad(a2c.a2c_loss, has_aux=True)(flat(agent), agent, batch, args)
+    function = torch.func.grad(a2c.a2c_loss, has_aux=True)
+    grads, metrics = function(flat(agent), agent, batch, as_coefs(args), args)
     if norm_adv:
         advantages = (advantages - 0.5) / 1.2909945  # sqrt(5/3)
     in_values = torch.tensor([0.15, 0.0, -0.3, 0.15])
@@ -59,23 +61,23 @@ def test_gradient_of_a_hand_made_batch(norm_adv):
 
 
 def test_first_update_equals_ppo_with_one_epoch_one_minibatch_and_no_clipping():
-    lr = torch.tensor(1e-3)
     results = []
     for script in (a2c, ppo):
         torch.manual_seed(0)
-        agent = script.Agent(4, [3, 2])
+        agent = script.Agent(4, [3, 2], (64, 64))
         before = flat(agent)
         batch = a2c_batch(agent, 40)
         optimizer = script.FlatAdam(agent, eps=1e-5)
         if script is a2c:
-            a2c.update(optimizer, agent, batch, lr, a2c.Args())
+            args = a2c.Args()
+            a2c.update(optimizer, agent, batch, as_coefs(args, lr=1e-3), args)
         else:
             with torch.no_grad():
                 logprobs, _, values = agent(batch["obs"], batch["actions"])
             batch |= {"logprobs": logprobs, "values": values}
             args = ppo.Args(num_minibatches=1, update_epochs=1, norm_adv=False, clip_vloss=False)
-            clip_coef = torch.tensor(1e9)
-            ppo.update(ppo.update_minibatches, optimizer, agent, batch, lr, clip_coef, args)
+            coefs = as_coefs(args, lr=1e-3, clip_coef=1e9)
+            ppo.update(ppo.update_minibatches, optimizer, agent, batch, coefs, args)
         assert (flat(agent) - before).abs().max() > 9e-4
         results.append(flat(agent))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-7)
@@ -83,9 +85,10 @@ def test_first_update_equals_ppo_with_one_epoch_one_minibatch_and_no_clipping():
 
 @pytest.mark.parametrize("optimizer", ["rmsprop", "adam"])
 def test_steps_equal_those_of_the_optimizers_of_pytorch(optimizer):
-    agent = a2c.Agent(4, [3])
+    agent = a2c.Agent(4, [3], (64, 64))
     args = a2c.Args(max_grad_norm=0.1)
     lr = 3e-3
+    coefs = as_coefs(args, lr=lr)
     theirs = flat(agent).requires_grad_()
     if optimizer == "rmsprop":
         library = torch.optim.RMSprop([theirs], lr=lr, alpha=0.99, eps=1e-5)
@@ -94,9 +97,9 @@ def test_steps_equal_those_of_the_optimizers_of_pytorch(optimizer):
     ours = make_optimizer(optimizer, agent)
     for _ in range(5):
         batch = a2c_batch(agent, 40)
-        a2c.update(ours, agent, batch, torch.tensor(lr), args)
+        a2c.update(ours, agent, batch, coefs, args)
         library.zero_grad()
-        loss, _ = a2c.a2c_loss(theirs, agent, batch, args)
+        loss, _ = a2c.a2c_loss(theirs, agent, batch, coefs, args)
         loss.backward()
         assert torch.nn.utils.clip_grad_norm_(theirs, 0.1) > 0.1
         library.step()
@@ -104,7 +107,8 @@ def test_steps_equal_those_of_the_optimizers_of_pytorch(optimizer):
 
 
 def test_update_equals_that_of_stable_baselines3():
-    agent = a2c.Agent(4, [2])
+    args = a2c.Args()
+    agent = a2c.Agent(4, [2], (64, 64))
     before = flat(agent)
     batch = a2c_batch(agent, 40)
     model = A2C(
@@ -118,7 +122,8 @@ def test_update_equals_that_of_stable_baselines3():
         device="cpu",
     )
     expected = train_sb3(model, agent, batch)
-    a2c.update(make_optimizer("rmsprop", agent), agent, batch, torch.tensor(7e-4), a2c.Args())
+    optimizer = make_optimizer("rmsprop", agent)
+    a2c.update(optimizer, agent, batch, as_coefs(args, lr=7e-4), args)
     torch.testing.assert_close(flat(agent), expected, rtol=0, atol=1e-6)
     assert (flat(agent) - before).abs().max() > 5e-3
 
@@ -126,14 +131,16 @@ def test_update_equals_that_of_stable_baselines3():
 @needs_compiler
 def test_compiled_update_equals_eager():
     """Three steps, with the optimizer that ppo.py has not."""
-    compiled_update = a2c.compile_or_not(a2c.update, a2c.Args(), torch.device("cpu"))
+    args = a2c.Args()
+    compiled_update = a2c.compile_or_not(a2c.update, args, torch.device("cpu"))
     assert compiled_update is not a2c.update
 
     def run_update(compiled, agent):
         optimizer = make_optimizer("rmsprop", agent)
         function = compiled_update if compiled else a2c.update
         for lr in (1e-3, 2e-3, 3e-3):
-            metrics = function(optimizer, agent, a2c_batch(agent, 40), torch.tensor(lr), a2c.Args())
+            coefs = as_coefs(args, lr=lr)
+            metrics = function(optimizer, agent, a2c_batch(agent, 40), coefs, args)
         return metrics
 
     eager, compiled = compare_compiled(a2c, run_update)
@@ -150,16 +157,17 @@ def test_a_run_learns_from_n_step_and_one_step_returns(run_script, script, gae_l
     """
     flags = (
         "--env-id Plain-v0 --num-envs 3 --num-steps 50 --total-timesteps 450 --gamma 0.9 "
-        f"--no-compile --eval-episodes 1 --learning-rate 3e-9 --gae-lambda {gae_lambda}"
+        f"--no-compile --eval-episodes 1 --learning-rate 3e-9 --gae-lambda {gae_lambda} "
+        "--ent-coef 0.02 --vf-coef 0.3 --max-grad-norm 0.7"
     ).split()
+    coefs = {"lr": 1e-9, "ent_coef": 0.02, "vf_coef": 0.3, "max_grad_norm": 0.7}
     if script is ppo:
+        coefs |= {"clip_coef": 0.2 / 3, "kl_coef": 1.0}
         flags += ["--num-minibatches", "3", "--anneal-clip"]
     if not bootstrap:
         flags += ["--no-bootstrap-truncated"]
     module = run_script(script.__file__, *flags)
-    assert module.lr.item() == pytest.approx(1e-9)
-    if script is ppo:
-        assert module.coef.item() == pytest.approx(0.2 / 3)
+    assert {name: x.item() for name, x in module.coefs.items()} == pytest.approx(coefs)
     assert module.terminations.any() and module.truncations.any()
     final = {(step, episode.env): episode.final_obs for step, episode in module.episodes}
 
@@ -210,7 +218,7 @@ def test_killed_runs_resume_exactly(tmp_path, optimizer):
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     path = tmp_path / "killed" / "runs" / "run" / "checkpoint.pt"
     checkpoint = torch.load(path, weights_only=True)
-    assert checkpoint["iteration"] == 260
+    assert checkpoint["run"]["iteration"] == 260
     assert all(state["first_episode"] > 0 for state in checkpoint["envs"]["envs"])
     resumed = run(tmp_path / "killed", "--resume runs/run", script=a2c.__file__)
     assert resumed.returncode == 0, resumed.stderr

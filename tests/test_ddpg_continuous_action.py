@@ -115,6 +115,17 @@ def flat(module):
     return nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
+def as_coefs(args):
+    """The coefs that these flags give an update."""
+    return ddpg.as_tensors(
+        "cpu",
+        actor_lr=args.actor_learning_rate or args.learning_rate,
+        critic_lr=args.critic_learning_rate or args.learning_rate,
+        gamma=args.gamma,
+        tau=args.tau,
+    )
+
+
 def make_learner(agent, args, distance=0.01):
     """A learner; distance: of the targets from the agent."""
     learner = ddpg.Learner(agent, args)
@@ -225,7 +236,7 @@ def test_updates_equal_a_plain_reference(flags, compiled):
     sums = np.zeros(3)
     for number in range(10):
         rows = transitions(32, 3, 2)
-        update(agent, learner, rows, number % 3 > 0, args)
+        update(agent, learner, rows, number % 3 > 0, as_coefs(args), args)
         expected = reference.update(rows, number % 3 > 0)
         sums[: len(expected)] += expected
     reference.assert_equals(agent, learner, rtol=1e-4, atol=2e-6)
@@ -268,7 +279,7 @@ def test_updates_equal_those_of_stable_baselines3(monkeypatch):
         batch = ReplayBufferSamples(obs, actions, next_obs, terminations, rewards)
         monkeypatch.setattr(model.replay_buffer, "sample", lambda *_, batch=batch, **__: batch)
         model.train(gradient_steps=1, batch_size=32)
-        ddpg.update(agent, learner, rows, True, args)
+        ddpg.update(agent, learner, rows, True, as_coefs(args), args)
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, flat(theirs), rtol=1e-5, atol=1e-7)
 
@@ -283,7 +294,7 @@ def test_the_step_of_the_actor_leaves_the_critic_alone():
 
     def after(with_actor):
         copied_agent, copied = copy.deepcopy((agent, learner))
-        ddpg.update(copied_agent, copied, rows, with_actor, args)
+        ddpg.update(copied_agent, copied, rows, with_actor, as_coefs(args), args)
         return copied
 
     critic_only, both = after(False), after(True)
@@ -477,6 +488,7 @@ def test_numbers_of_updates(run_script, flags, critic_steps, actor_steps):
 ALL_OF_A_RUN = [
     *("--norm-obs", "--norm-reward", "--policy-frequency", "2", "--updates-per-step", "1.5"),
     *("--gamma", "0.9", "--noise-type", "ou", "--final-exploration-noise", "0.02"),
+    *("--actor-learning-rate", "2e-4", "--critic-learning-rate", "5e-4", "--tau", "0.01"),
 ]
 
 
@@ -651,7 +663,8 @@ def test_each_checkpoint_comes_after_the_buffer_is_on_disk(run_script, monkeypat
         *("--env-id", "Pendulum-v1", "--total-timesteps", "40", "--learning-starts", "20"),
         *("--checkpoint-interval", "20"),
     )
-    assert events == ["buffer", "checkpoint.pt"] * 3 + ["evaluation.json"]
+    checkpoints = ["buffer", "checkpoint.pt"] * 3
+    assert events == ["config.json", SCRIPT.name, *checkpoints, "evaluation.json"]
 
 
 def test_all_cores_are_taken_and_a_resumed_run_takes_as_many(run_script):
@@ -737,7 +750,9 @@ def test_evaluations_leave_the_run_as_it_is(run_script, made):
     sign = (-1) ** made[-1].number
     assert result["returns"] == [sum(range(1, result["lengths"][0] + 1)) * sign]
     assert len(made) == 14 and len({env.actions[0].tobytes() for env in made[-2:]}) == 1
-    assert {env.seed for env in made[1:]} == {*seeds_of((1, 1), 1)} != {made[0].seed}
+    assert {env.seed for env in made[1:-1]} == {*seeds_of((1, 2), 1)}
+    assert made[-1].seed == seeds_of((1, 1), 1)[0]
+    assert len({env.seed for env in made}) == 3
     obs = np.array([[made[-1].number, 2.0, 0.0]])  # make_env's reset came before
     action = often.agent.act(often.normalizer.normalize_obs(obs))[0]
     np.testing.assert_allclose(action, made[-1].actions[0], rtol=1e-4, atol=1e-6)

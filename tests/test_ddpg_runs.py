@@ -188,7 +188,7 @@ def differences(run_dir, other_dir):
 
 def num_steps(run_dir):
     """Steps of the checkpoint."""
-    return load_checkpoint(run_dir)["global_step"]
+    return load_checkpoint(run_dir)["run"]["global_step"]
 
 
 def scalars(run_dir, tag):
@@ -239,7 +239,7 @@ def test_other_seed_other_run(run, tmp_path):
         run_dir = tmp_path / "runs" / str(seed)
         found.append((load_checkpoint(run_dir), transitions(run_dir, 4)))
     (a, a_rows), (b, b_rows) = found
-    assert a["global_step"] == b["global_step"] == 0
+    assert a["run"]["global_step"] == b["run"]["global_step"] == 0
     assert all((x != b["agent"][name]).any() for name, x in a["agent"].items())
     assert (a_rows[:, :2] != b_rows[:, :2]).all()  # observations
     assert (a_rows[:, ACTION] != b_rows[:, ACTION]).all()
@@ -277,9 +277,9 @@ def test_resume_after_kill(whole, run, succeed, tmp_path, faults):
 
 def test_resume_after_kill_in_last_evaluation(whole, run, succeed, tmp_path):
     """All is learned, evaluation.json is missing: it is made."""
-    evaluation = json.loads((whole / "evaluation.json").read_text())
-    last = 500 + 2 * sum(evaluation["lengths"]) + 3  # after evaluations at 250 and 500
-    assert run(tmp_path, TOY_RUN, fault=f"SIGKILL {last}").returncode == -signal.SIGKILL
+    # 500 steps, evaluations of 28 steps at 250 and 500, and then the last one's third step
+    assert run(tmp_path, TOY_RUN, fault="SIGKILL 559").returncode == -signal.SIGKILL
+    assert list(scalars(tmp_path / RUN, "eval/episodic_return")) == [250, 500]
     assert num_steps(tmp_path / RUN) == 500 and not (tmp_path / RUN / "evaluation.json").exists()
     succeed(tmp_path, f"--resume {RUN}")
     assert differences(whole, tmp_path / RUN) == []
@@ -289,7 +289,7 @@ def test_kill_before_first_checkpoint(whole, run, succeed, tmp_path):
     """Nothing is lost and nothing is in the way: the same command starts the run."""
     (tmp_path / RUN).mkdir(parents=True)
     (tmp_path / RUN / "replay.bin").write_bytes(b"half a buffer")
-    (tmp_path / RUN / "episodes.csv").write_text("global_step,wall_")
+    (tmp_path / RUN / "checkpoint.tmp").write_bytes(b"half a checkpoint")
     assert_refused(run(tmp_path, f"--resume {RUN}"), "checkpoint.pt", "missing")
     succeed(tmp_path, TOY_RUN)
     assert differences(whole, tmp_path / RUN) == []
@@ -332,16 +332,26 @@ def test_resume_of_finished_run(whole, succeed, tmp_path):
     assert contents(run_dir) == before
 
 
-def test_evaluate(stopped, succeed, tmp_path):
-    """--evaluate plays the policy of the checkpoint, with its statistics.
+def test_evaluate(whole, succeed, tmp_path):
+    """--evaluate repeats the run's own last evaluation: its policy, with its statistics.
 
     It needs no replay buffer and writes nothing.
     """
+    run_dir = Path(shutil.copytree(whole, tmp_path / RUN))
+    (run_dir / "replay.bin").unlink()
+    before = contents(run_dir)
+    returns = json.loads((run_dir / "evaluation.json").read_text())["returns"]
+    spread = f"{np.mean(returns):.1f} +- {np.std(returns):.1f}"
+    output = succeed(tmp_path, f"--evaluate {RUN}").stdout
+    assert f"evaluation: {spread} over 3 episodes" in output
+    assert contents(run_dir) == before
+
+
+def test_evaluate_of_an_unfinished_run(stopped, succeed, tmp_path):
+    """Plays the policy of the checkpoint and writes nothing."""
     (stopped / "replay.bin").unlink()
     before = contents(stopped)
-    logged = scalars(stopped, "eval/episodic_return")[250]
-    output = succeed(tmp_path, f"--evaluate {RUN}").stdout
-    assert f"evaluation: {logged:.1f} +- " in output and "over 3 episodes" in output
+    assert "over 3 episodes" in succeed(tmp_path, f"--evaluate {RUN}").stdout
     assert contents(stopped) == before
 
 
@@ -408,7 +418,7 @@ BAD_INPUT = {
     "no-policy-updates": ("--policy-frequency 0", "--policy-frequency must"),
     "no-batch": ("--batch-size 0", "--batch-size must"),
     "no-buffer": ("--buffer-size 0", "--buffer-size must"),
-    "no-eval-interval": ("--eval-interval 0", "--eval-interval must"),
+    "negative-eval-interval": ("--eval-interval -1", "--eval-interval must"),
     "negative-noise": ("--exploration-noise -0.1", "--exploration-noise must be 0 or above"),
     "nan-noise": ("--exploration-noise nan", "--exploration-noise must"),
     "negative-final-noise": ("--final-exploration-noise -0.1", "--final-exploration-noise must"),
@@ -487,11 +497,14 @@ def test_checkpoint_of_ppo(run, succeed, tmp_path, flag):
     assert contents(tmp_path / RUN) == before
 
 
-@pytest.mark.parametrize("part", [*LEARNED, "noise", "normalizer", "replay", "envs"])
+STATISTICS = ["obs_rms", "return_rms"]
+
+
+@pytest.mark.parametrize("part", [*LEARNED, *STATISTICS, "noise", "normalizer", "replay", "envs"])
 def test_damaged_checkpoint(stopped, run, tmp_path, part):
     test_runs.edit_checkpoint(stopped, without=part)
     before = contents(stopped)
-    words = ("damaged", str(RUN), "config.json", part)
+    words = (f"the checkpoint in {RUN} doesn't fit", "damaged", f"'{part}'")
     assert_refused(run(tmp_path, f"--resume {RUN}"), *words)
     assert contents(stopped) == before
 
@@ -499,12 +512,9 @@ def test_damaged_checkpoint(stopped, run, tmp_path, part):
 def assert_finite(run_dir):
     """The checkpoint of a run and the transitions that it may sample."""
     saved = load_checkpoint(run_dir)
-    normalizer = saved["normalizer"]
-    parts = [saved[name] for name in [*LEARNED, "noise"]]
-    for state in [*parts, normalizer["obs_rms"], normalizer["return_rms"]]:
-        assert torch.isfinite(flat(state)).all()
-    assert torch.isfinite(normalizer["discounted_returns"]).all()
-    assert np.isfinite(transitions(run_dir, saved["global_step"])).all()
+    for name in [*LEARNED, *STATISTICS, "noise", "normalizer"]:
+        assert torch.isfinite(flat(saved[name])).all()
+    assert np.isfinite(transitions(run_dir, saved["run"]["global_step"])).all()
 
 
 @pytest.mark.parametrize("step, saved", [(30, 0), (170, 160)], ids=["before learning", "learning"])
@@ -552,9 +562,9 @@ def test_an_environment_that_does_not_come_back(run, tmp_path):
     assert num_steps(tmp_path / RUN) == 254
     actions = transitions(tmp_path / RUN, 254, 4)[:, ACTION]
     assert not (np.abs(actions) == 1).any()
-    normalizer = load_checkpoint(tmp_path / RUN)["normalizer"]
-    assert normalizer["discounted_returns"].abs().max() < 1e6
-    assert normalizer["return_rms"]["var"] < 1e6
+    saved = load_checkpoint(tmp_path / RUN)
+    assert saved["normalizer"]["discounted_returns"].abs().max() < 1e6
+    assert saved["return_rms"]["var"] < 1e6
 
 
 def test_tensorboard(whole):
@@ -567,11 +577,11 @@ def test_tensorboard(whole):
     assert sorted(steps) == sorted([*EPISODES, *LOSSES, "eval/episodic_return", "charts/SPS"])
     assert [steps[tag] for tag in LOSSES] == [[200, 400]] * 3
     assert steps["eval/episodic_return"] == [250, 500]
-    assert steps["charts/SPS"] == [200, 250, 400, 500]
+    assert steps["charts/SPS"] == [200, 400]
     evaluation = json.loads((whole / "evaluation.json").read_text())
     assert len(evaluation["returns"]) == 3
-    last = scalars(whole, "eval/episodic_return")[500]
-    assert last == pytest.approx(np.mean(evaluation["returns"]), rel=1e-6)
+    best = max(scalars(whole, "eval/episodic_return").values())
+    assert best == pytest.approx(load_checkpoint(whole)["run"]["best_return"], rel=1e-6)
     assert all(scalar.value > 0 for scalar in accumulator.Scalars("charts/SPS"))
 
 

@@ -165,9 +165,16 @@ def random_outputs(n):
     return agent, batch
 
 
-def loss_and_gradient(function, agent, batch, coef, args):
+def as_coefs(args, **others):
+    """The coefs that these flags give an update; others: those that change during a run."""
+    names = ("clip_coef", "ent_coef", "vf_coef", "max_grad_norm")
+    floats = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return ppo.as_tensors("cpu", **floats | others)
+
+
+def loss_and_gradient(function, agent, batch, coefs, args):
     params = flat(agent).requires_grad_()
-    loss, metrics = function(params, agent, batch, torch.tensor(coef), args)
+    loss, metrics = function(params, agent, batch, coefs, args)
     (grads,) = torch.autograd.grad(loss, params)
     return loss.detach(), metrics, grads
 
@@ -183,7 +190,8 @@ def test_loss_equals_that_of_ppo_continuous_action():
         results = []
         for script in (ppo, ppo_continuous_action):
             args = script.Args(**flags)
-            results.append(loss_and_gradient(script.ppo_loss, agent, batch, 0.2, args))
+            coefs = as_coefs(args)
+            results.append(loss_and_gradient(script.ppo_loss, agent, batch, coefs, args))
         for ours, theirs in zip(*results):
             assert torch.equal(ours, theirs), flags
         assert results[0][1][ppo.METRICS.index("clipfrac")] > 0.2
@@ -193,7 +201,8 @@ def test_penalty_takes_the_place_of_all_clipping():
     """Equation 8 of the paper, and its gradient in closed form."""
     agent, batch = random_outputs(64)
     args = ppo.Args(kl_penalty=True, norm_adv=False, ent_coef=0.0, vf_coef=0.5)
-    loss, metrics, grads = loss_and_gradient(ppo.ppo_loss, agent, batch, 3.0, args)
+    coefs = as_coefs(args, kl_coef=3.0)
+    loss, metrics, grads = loss_and_gradient(ppo.ppo_loss, agent, batch, coefs, args)
     logratio = agent.logprobs.detach() - batch["logprobs"]
     ratio = logratio.exp()
     errors = agent.values.detach() - batch["returns"]
@@ -265,8 +274,9 @@ def test_adapted_coefficients_are_used_and_logged(run_script, monkeypatch):
     coefs = [scalar.value for scalar in events.Scalars("losses/coef")]
     np.testing.assert_allclose(list(zip(learning_rates, coefs)), expected[:2], rtol=1e-6)
 
-    lr, coef = torch.tensor(expected[1])
-    ppo.update(ppo.update_minibatches, one.optimizer, one.agent, two.batch, lr, coef, one.args)
+    lr, kl_coef = expected[1]
+    coefs = as_coefs(one.args, lr=lr, kl_coef=kl_coef)
+    ppo.update(ppo.update_minibatches, one.optimizer, one.agent, two.batch, coefs, one.args)
     assert torch.equal(flat(one.agent), flat(two.agent))
 
 
@@ -275,7 +285,7 @@ def test_agent_equals_independent_categorical_distributions(env_id):
     """Masked actions have probability 0, the others are renormalised."""
     envs = make_envs(ppo, env_id, 16)
     obs_dim, nvec = sizes(envs)
-    agent = ppo.Agent(obs_dim, nvec)
+    agent = ppo.Agent(obs_dim, nvec, (64, 64))
     agent.actor[4].weight.data *= 100
     rows = torch.from_numpy(envs.obs)
     masks = rows[:, obs_dim:]
@@ -307,7 +317,7 @@ def test_rollouts_keep_to_the_masks(env_id):
     """Toy refuses any other action; it gets what is stored, counted from its own start."""
     envs = make_envs(ppo, env_id, 3)
     obs_dim, nvec = sizes(envs)
-    agent = ppo.Agent(obs_dim, nvec)
+    agent = ppo.Agent(obs_dim, nvec, (64, 64))
     obs, actions, _, terminations, truncations, episodes = ppo.rollout(agent, envs, 200)
     for i, env in enumerate(envs.envs):
         assert np.array_equal(env.unwrapped.actions, actions[:, i])
@@ -320,7 +330,7 @@ def test_rollouts_keep_to_the_masks(env_id):
 
 def test_rollouts_sample_the_policy():
     envs = make_envs(ppo, "Unmasked-v0", 8)
-    agent = ppo.Agent(*sizes(envs))
+    agent = ppo.Agent(*sizes(envs), (64, 64))
     agent.actor[4].weight.data.zero_()
     agent.actor[4].bias.data = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
     _, actions, *_ = ppo.rollout(agent, envs, 1000)
@@ -334,7 +344,7 @@ def test_episodes_end_with_their_true_last_observation():
     seen = [env.unwrapped.obs_seen for env in envs.envs]
     for observations in seen:
         del observations[:-1]  # all but that of the present reset
-    agent = ppo.Agent(3, [4])
+    agent = ppo.Agent(3, [4], (64, 64))
     obs, _, rewards, terminations, truncations, episodes = ppo.rollout(agent, envs, 100)
     for i, observations in enumerate(seen):
         expected = []
@@ -384,7 +394,7 @@ def test_a_mask_that_allows_nothing_ends_the_run(capsys):
     gym.register("Stuck-v0", Stuck, kwargs={"action_space": MultiDiscrete([3, 2])})
     envs = make_envs(ppo, "Stuck-v0", 1)
     with pytest.raises(SystemExit) as stop:
-        ppo.rollout(ppo.Agent(3, [3, 2]), envs, 1)
+        ppo.rollout(ppo.Agent(3, [3, 2], (64, 64)), envs, 1)
     assert stop.value.code == 1
     assert "allows no action" in capsys.readouterr().err
 
@@ -412,7 +422,7 @@ def test_the_end_of_an_episode_may_allow_nothing():
 
     gym.register("Over-v0", Over)
     envs = make_envs(ppo, "Over-v0", 2)
-    *_, episodes = ppo.rollout(ppo.Agent(3, [4]), envs, 100)
+    *_, episodes = ppo.rollout(ppo.Agent(3, [4], (64, 64)), envs, 100)
     assert any(not episode.final_obs[3:].any() for _, episode in episodes)
 
 
@@ -460,7 +470,7 @@ def random_batch(agent, size):
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Multi-v0"])
 def test_update_equals_that_of_stable_baselines3(monkeypatch, env_id):
     args = ppo.Args(clip_vloss=False, num_minibatches=4, update_epochs=3)
-    agent = ppo.Agent(*sizes(make_envs(ppo, env_id, 1)))
+    agent = ppo.Agent(*sizes(make_envs(ppo, env_id, 1)), (64, 64))
     batch = random_batch(agent, 64)
     model = PPO(
         "MlpPolicy",
@@ -481,8 +491,8 @@ def test_update_equals_that_of_stable_baselines3(monkeypatch, env_id):
     np.random.seed(3)
     before = flat(agent)
     optimizer = ppo.FlatAdam(agent, eps=1e-5)
-    lr, coef = torch.tensor([1e-3, 0.2])
-    ppo.update(ppo.update_minibatches, optimizer, agent, batch, lr, coef, args)
+    coefs = as_coefs(args, lr=1e-3)
+    ppo.update(ppo.update_minibatches, optimizer, agent, batch, coefs, args)
     torch.testing.assert_close(flat(agent), expected, rtol=0, atol=2e-6)
     assert (flat(agent) - before).abs().max() > 3e-3
 
@@ -492,7 +502,7 @@ def compare_compiled(script, run_update):
     results = []
     for compiled in (False, True):
         torch.manual_seed(3)
-        agent = script.Agent(5, [3, 2])
+        agent = script.Agent(5, [3, 2], (64, 64))
         before = flat(agent)
         metrics = run_update(compiled, agent)
         assert (flat(agent) - before).abs().max() > 3e-3
@@ -518,8 +528,8 @@ def test_compiled_update_equals_eager():
         batch["actions"][::3, 1] = 0
         optimizer = ppo.FlatAdam(agent, eps=1e-5)
         function = step_minibatches if compiled else ppo.update_minibatches
-        lr, coef = torch.tensor([1e-3, 2.0])
-        return ppo.update(function, optimizer, agent, batch, lr, coef, args)
+        coefs = as_coefs(args, lr=1e-3, kl_coef=2.0)
+        return ppo.update(function, optimizer, agent, batch, coefs, args)
 
     eager, compiled = compare_compiled(ppo, run_update)
     torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=3e-6)
@@ -529,7 +539,7 @@ def play(envs, steps):
     """Everything that envs give for steps random actions that the masks allow."""
     rng = np.random.default_rng(1)
     obs_dim, nvec = sizes(envs)
-    agent = ppo.Agent(obs_dim, nvec)
+    agent = ppo.Agent(obs_dim, nvec, (64, 64))
     results = []
     for _ in range(steps):
         scores = rng.random((len(envs.envs), sum(nvec))) * envs.obs[:, obs_dim:]
@@ -603,7 +613,7 @@ def test_evaluation_plays_the_likeliest_allowed_actions(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(ppo, "make_env", spy)
-    agent = ppo.Agent(3, [3, 2])
+    agent = ppo.Agent(3, [3, 2], (64, 64))
     agent.actor[4].weight.data *= 100
     args = ppo.Args(env_id="Multi-v0", eval_episodes=5)
     results = [ppo.evaluate(agent, args) for _ in range(2)]
@@ -658,8 +668,9 @@ def left_by(cwd):
     """What a run learned and wrote, except times and --checkpoint-interval."""
     folder = cwd / "runs" / "run"
     checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
-    for name in ("args", "wall_seconds", "log_sizes"):
-        del checkpoint[name]
+    del checkpoint["args"]
+    for name in ("wall_seconds", "log_sizes"):
+        del checkpoint["run"][name]
     episodes = [line.split(",") for line in (folder / "episodes.csv").read_text().splitlines()]
     episodes = [row[:1] + row[2:] for row in episodes]
     return exact(checkpoint), episodes, (folder / "evaluation.json").read_text()
@@ -681,7 +692,7 @@ def test_runs_are_deterministic_and_resume_exactly(tmp_path):
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     path = tmp_path / "killed" / "runs" / "run" / "checkpoint.pt"
     checkpoint = torch.load(path, weights_only=True)
-    assert checkpoint["iteration"] == 35
+    assert checkpoint["run"]["iteration"] == 35
     assert checkpoint["controller"]["kl_coef"] != 1.0
     assert checkpoint["controller"]["learning_rate"] != 0.001
     assert all(state["first_episode"] > 0 for state in checkpoint["envs"]["envs"])
@@ -689,7 +700,7 @@ def test_runs_are_deterministic_and_resume_exactly(tmp_path):
     replayed = sum(len(state["actions"]) for state in checkpoint["envs"]["envs"])
     stopped = run(tmp_path / "killed", "--resume runs/run", f"SIGTERM {replayed + 500}")
     assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
-    assert torch.load(path, weights_only=True)["iteration"] == 35 + 500 // 96 + 1
+    assert torch.load(path, weights_only=True)["run"]["iteration"] == 35 + 500 // 96 + 1
     finished = run(tmp_path / "killed", "--resume runs/run --checkpoint-interval 3")
     assert finished.returncode == 0, finished.stderr
     assert left_by(tmp_path / "killed") == left_by(tmp_path / "whole")

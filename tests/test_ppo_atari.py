@@ -23,6 +23,7 @@ from slow_atari_games import play, replay, through_a_file
 from stable_baselines3.common import atari_wrappers as sb3
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack
+from test_ppo import as_coefs
 from torch import nn
 
 import ppo_atari as ppo
@@ -638,8 +639,8 @@ def test_compiled_update_equals_eager():
     for update_minibatches in (ppo.update_minibatches, function):
         agent = copy.deepcopy(start)
         optimizer = ppo.FlatAdam(agent, eps=1e-5)
-        rates = torch.tensor(1e-3), torch.tensor(0.1)
-        metrics = update_minibatches(optimizer, agent, batch, indices, *rates, args)
+        coefs = as_coefs(args, lr=1e-3)
+        metrics = update_minibatches(optimizer, agent, batch, indices, coefs, args)
         ends.append((optimizer.params, metrics))
     (eager, eager_metrics), (compiled, compiled_metrics) = ends
     torch.testing.assert_close(compiled_metrics, eager_metrics, rtol=1e-3, atol=1e-4)
@@ -685,9 +686,11 @@ def test_a_run_bootstraps_truncations_and_cuts_at_lost_lives(run_script, flag):
 
 def test_learning_rate_and_clip_range_fall_to_an_nth(run_script):
     flags = ["--env-id", "LivesNoFrameskip-v4", "--total-timesteps", "64", "--anneal-clip"]
-    module = run_script(SCRIPT, *SMALL, *flags)
-    assert module.lr.item() == pytest.approx(2.5e-4 / 2)
-    assert module.clip_coef.item() == pytest.approx(0.05)
+    others = ["--ent-coef", "0.02", "--vf-coef", "0.3", "--max-grad-norm", "0.7"]
+    module = run_script(SCRIPT, *SMALL, *flags, *others)
+    annealed = {"lr": 2.5e-4 / 2, "clip_coef": 0.05}
+    coefs = {"ent_coef": 0.02, "vf_coef": 0.3, "max_grad_norm": 0.7} | annealed
+    assert {name: x.item() for name, x in module.coefs.items()} == pytest.approx(coefs)
 
 
 def test_evaluation_counts_games_not_lives():
@@ -724,8 +727,9 @@ def leaves(x):
 def results(folder):
     """What must be equal in two runs: the checkpoint, the episodes, the evaluation."""
     checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
-    for name in ("args", "wall_seconds", "log_sizes"):
-        del checkpoint[name]
+    del checkpoint["args"]
+    for name in ("wall_seconds", "log_sizes"):
+        del checkpoint["run"][name]
     rows = [row.split(",") for row in (folder / "episodes.csv").read_text().splitlines()]
     rows = [row[:1] + row[2:] for row in rows]
     return list(leaves(checkpoint)), rows, (folder / "evaluation.json").read_text()
@@ -782,7 +786,7 @@ def test_same_seed_same_bits_without_video_and_resumed_after_a_kill_in_mid_game(
     run_killed(tmp_path, 150, SCRIPT, *SMALL, *flags)
     folder = tmp_path / "runs" / "again"
     checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
-    assert checkpoint["iteration"] == 3
+    assert checkpoint["run"]["iteration"] == 3
     assert [len(env["actions"]) for env in checkpoint["envs"]["envs"]] == [48, 48]
     run(tmp_path, "--resume", str(folder))
     assert results(folder) == results(whole[0])
@@ -837,8 +841,8 @@ def test_a_checkpoint_of_another_version_is_refused(run_script, capsys):
     (folder / "evaluation.json").unlink()  # the run is not finished
     run_script(SCRIPT, "--resume", str(folder), code=2)
     told = capsys.readouterr().err
-    assert "damaged or was made by another version" in told
-    assert "use the versions in its config.json, or start a new run" in told
+    assert f"the checkpoint in {folder} doesn't fit (KeyError: 'first_episode')" in told
+    assert "it is damaged, of another version, or of a run with other sizes" in told
 
 
 class NoEmulator(gym.Env):

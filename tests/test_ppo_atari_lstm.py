@@ -369,9 +369,13 @@ def test_a_run_bootstraps_with_the_memory_of_the_final_observation(run_script, f
 
 
 def test_l2_l5_memory_starts_at_zero_and_goes_on_into_the_next_rollout(run_script):
-    game = ["--env-id", "LstmLivesNoFrameskip-v4", "--no-anneal-lr", "--total-timesteps"]
+    others = "--no-anneal-lr --ent-coef 0.02 --vf-coef 0.3 --max-grad-norm 0.7".split()
+    game = ["--env-id", "LstmLivesNoFrameskip-v4", *others, "--total-timesteps"]
     first = run_script(ppo.__file__, *RUN, *game, "64", "--run-name", "one")
     second = run_script(ppo.__file__, *RUN, *game, "128", "--run-name", "two")
+    coefs = {"lr": 2.5e-4, "clip_coef": 0.1}
+    coefs |= {"ent_coef": 0.02, "vf_coef": 0.3, "max_grad_norm": 0.7}
+    assert {name: x.item() for name, x in second.coefs.items()} == pytest.approx(coefs)
     assert not first.batch["memory"].any()
     assert first.memory.state.any()
     assert torch.equal(second.batch["memory"].transpose(0, 1), first.memory.state)
@@ -442,7 +446,7 @@ def test_runs_are_deterministic_and_resume_exactly_with_their_memory(run_script,
     # 2 x 8 steps a rollout: in the fifth of six
     run_killed(tmp_path, 73, ppo.__file__, *flags, "killed", "--checkpoint-interval", "2")
     killed = whole.with_name("killed")
-    assert torch.load(killed / "checkpoint.pt", weights_only=True)["iteration"] == 4
+    assert torch.load(killed / "checkpoint.pt", weights_only=True)["run"]["iteration"] == 4
     assert_memory_in_the_checkpoint_counts(run_script, ppo.__file__, killed, whole)
     assert results(killed) == results(whole)
     capsys.readouterr()
@@ -483,7 +487,7 @@ def test_a_reward_that_is_nan_ends_the_run_and_leaves_the_last_good_checkpoint(
     run_script(script.__file__, *TINY, *more, *game, "--checkpoint-interval", "1", code=1)
     assert re.search("error: iteration 2: .* not finite", capsys.readouterr().err)
     checkpoint = torch.load("runs/run/checkpoint.pt", weights_only=True)
-    assert checkpoint["iteration"] == 1
+    assert checkpoint["run"]["iteration"] == 1
     assert all(x.isfinite().all() for x in checkpoint["agent"].values())
 
 

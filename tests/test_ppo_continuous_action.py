@@ -235,9 +235,17 @@ def loss_of_outputs(ratios, advantages, values, old_values, returns, **flags):
         "actions": None,
     }
     params = flat(agent).requires_grad_()
-    loss, metrics = ppo.ppo_loss(params, agent, batch, torch.tensor(0.2), ppo.Args(**flags))
+    args = ppo.Args(**flags)
+    loss, metrics = ppo.ppo_loss(params, agent, batch, as_coefs(args, clip_coef=0.2), args)
     grads = torch.autograd.grad(loss, params)[0].view(3, -1)
     return loss.item(), dict(zip(ppo.METRICS, metrics.tolist())), *grads
+
+
+def as_coefs(args, **others):
+    """The coefs that these flags give the first update of a run; others: other ones."""
+    names = ("clip_coef", "ent_coef", "vf_coef", "max_grad_norm")
+    floats = {"lr": args.learning_rate} | {name: getattr(args, name) for name in names}
+    return ppo.as_tensors("cpu", **floats | others)
 
 
 def flat(agent):
@@ -264,8 +272,7 @@ def learn(agent, batch, args, function=ppo.update_minibatches):
     """ppo.update of a copy of the agent: returns its parameters, the optimizer and METRICS."""
     agent = deepcopy(agent)
     optimizer = ppo.FlatAdam(agent, eps=1e-5)
-    lr, clip_coef = torch.tensor(args.learning_rate), torch.tensor(args.clip_coef)
-    metrics = ppo.update(function, optimizer, agent, batch, lr, clip_coef, args)
+    metrics = ppo.update(function, optimizer, agent, batch, as_coefs(args), args)
     return flat(agent), optimizer, metrics
 
 
@@ -275,7 +282,7 @@ def args_for(batch_size, **flags):
 
 def raw_gradient(agent, batch, args):
     return torch.func.grad(ppo.ppo_loss, has_aux=True)(
-        flat(agent), agent, batch, torch.tensor(args.clip_coef), args
+        flat(agent), agent, batch, as_coefs(args), args
     )[0]
 
 
@@ -449,7 +456,8 @@ def test_m5_m8_a_run_takes_the_log_probabilities_of_the_raw_actions(one_iteratio
 
 def test_g3_advantages_are_normalised_in_each_minibatch(monkeypatch):
     monkeypatch.setattr(torch, "randperm", torch.arange)
-    agent, args = ppo.Agent(3, 2), args_for(64, num_minibatches=2, update_epochs=1)
+    agent = ppo.Agent(3, 2, (64, 64))
+    args = args_for(64, num_minibatches=2, update_epochs=1)
     batch = make_batch(agent, 64)
     shifted = batch["advantages"].clone()
     shifted[32:] = 10 * shifted[32:] + 100
@@ -524,21 +532,25 @@ def test_g5_loss_is_the_sum_of_its_three_parts(flags, expected):
 def test_g6_x1_learning_rate_and_clip_range_fall_to_an_nth(
     run_script, monkeypatch, flag, lr_fractions, clip_fractions
 ):
-    """G11 too: a run's Adam has the epsilon 1e-5."""
+    """The other coefficients stay. G11 too: a run's Adam has the epsilon 1e-5."""
+    names = ("lr", "clip_coef", "ent_coef", "vf_coef", "max_grad_norm")
     used, constants = [], []
 
     def adam(*tensors, lr, **others):
-        used.append((lr.item(), sys.modules["__main__"].clip_coef.item()))
+        coefs = sys.modules["__main__"].coefs
+        used.append([coefs[name].item() for name in names])
+        assert lr is coefs["lr"]
         constants.append(others)
 
     monkeypatch.setattr(sys.modules["torch.optim.adam"], "adam", adam)
     flags = (
         "--env-id Noise-v0 --num-steps 8 --num-minibatches 2 --update-epochs 3 "
-        "--total-timesteps 39 --eval-episodes 1 --no-compile --run-name run"
+        "--total-timesteps 39 --eval-episodes 1 --no-compile --run-name run "
+        "--ent-coef 0.02 --vf-coef 0.3 --max-grad-norm 0.7"
     )
     run_script(ppo.__file__, *flags.split(), flag)
-    fractions = np.repeat(np.c_[lr_fractions, clip_fractions], 6, 0)
-    np.testing.assert_allclose(used, fractions * (3e-4, 0.2), rtol=1e-6)
+    fractions = np.repeat(np.c_[lr_fractions, clip_fractions, np.ones((4, 3))], 6, 0)
+    np.testing.assert_allclose(used, fractions * (3e-4, 0.2, 0.02, 0.3, 0.7), rtol=1e-6)
     logged = [scalar.value for scalar in read_scalars("charts/learning_rate")]
     np.testing.assert_allclose(logged, 3e-4 * np.array(lr_fractions), rtol=1e-6)
     expected = {"eps": 1e-5, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "amsgrad": False}
@@ -555,11 +567,11 @@ def read_scalars(tag):
 def test_g7_every_epoch_is_a_new_permutation_in_minibatches(num_minibatches):
     args, calls = args_for(120, num_minibatches=num_minibatches, update_epochs=3), []
 
-    def spy(optimizer, agent, batch, indices, lr, clip_coef, args):
+    def spy(optimizer, agent, batch, indices, coefs, args):
         calls.append(indices)
-        return ppo.update_minibatches(optimizer, agent, batch, indices, lr, clip_coef, args)
+        return ppo.update_minibatches(optimizer, agent, batch, indices, coefs, args)
 
-    agent = ppo.Agent(3, 2)
+    agent = ppo.Agent(3, 2, (64, 64))
     _, optimizer, _ = learn(agent, make_batch(agent, 120), args, spy)
     assert optimizer.steps == 3 * num_minibatches
     minibatches = torch.cat(calls)
@@ -570,25 +582,27 @@ def test_g7_every_epoch_is_a_new_permutation_in_minibatches(num_minibatches):
 
 
 def test_g7_each_minibatch_is_one_step_on_its_own_rows():
-    together, args = ppo.Agent(3, 2), args_for(24)
+    together = ppo.Agent(3, 2, (64, 64))
+    args = args_for(24)
     apart = deepcopy(together)
-    lr, clip_coef = torch.tensor(3e-4), torch.tensor(0.2)
+    coefs = as_coefs(args)
     batch, indices = make_batch(together, 24), torch.randperm(24).view(3, 8)
     optimizer = ppo.FlatAdam(together, eps=1e-5)
-    total = ppo.update_minibatches(optimizer, together, batch, indices, lr, clip_coef, args)
+    total = ppo.update_minibatches(optimizer, together, batch, indices, coefs, args)
     optimizer = ppo.FlatAdam(apart, eps=1e-5)
     total_apart = 0
     for row in indices:
         part = {name: x[row] for name, x in batch.items()}
         order = torch.arange(8)[None]
-        metrics = ppo.update_minibatches(optimizer, apart, part, order, lr, clip_coef, args)
+        metrics = ppo.update_minibatches(optimizer, apart, part, order, coefs, args)
         total_apart = total_apart + metrics
     assert torch.equal(flat(together), flat(apart)) and torch.equal(total, total_apart)
 
 
 @pytest.mark.parametrize("scale, norm", [(1e4, 0.5), (1e-3, None)])
 def test_g8_gradient_of_actor_and_critic_is_clipped_to_one_norm(scale, norm):
-    agent, args = ppo.Agent(3, 2), args_for(32, num_minibatches=1, update_epochs=1, norm_adv=False)
+    agent = ppo.Agent(3, 2, (64, 64))
+    args = args_for(32, num_minibatches=1, update_epochs=1, norm_adv=False)
     batch = make_batch(agent, 32)
     batch |= {
         "advantages": batch["advantages"] * scale,
@@ -601,7 +615,7 @@ def test_g8_gradient_of_actor_and_critic_is_clipped_to_one_norm(scale, norm):
 
 
 def test_g9_layers_are_orthogonal_with_their_gains_and_no_bias():
-    agent = ppo.Agent(17, 6)
+    agent = ppo.Agent(17, 6, (64, 64))
     for network, gain in ((agent.actor_mean, 0.01), (agent.critic, 1.0)):
         for layer, expected in zip(network[::2], (math.sqrt(2), math.sqrt(2), gain), strict=True):
             weight = layer.weight if layer.out_features <= layer.in_features else layer.weight.T
@@ -615,7 +629,8 @@ def test_g9_layers_are_orthogonal_with_their_gains_and_no_bias():
 
 
 def test_g10_rollouts_are_segments_of_fixed_length_that_go_on_where_the_last_ended():
-    envs, agent = make_envs("Counter-v0", 2, 1, obs_rms=identity_rms(1)), ppo.Agent(1, 2)
+    envs = make_envs("Counter-v0", 2, 1, obs_rms=identity_rms(1))
+    agent = ppo.Agent(1, 2, (64, 64))
     segments = [ppo.rollout(agent, envs, 5) for _ in range(3)]
     seen = np.stack([segment[0] for segment in segments])
     expected = np.array([[0, 1, 2, 3, 4], [5, 6, 7, 0, 1], [2, 3, 4, 5, 6]])
@@ -656,14 +671,14 @@ def test_returns_are_sums_in_float64():
 
 
 def test_g11_steps_equal_those_of_adam_with_epsilon_1e_minus_5():
-    agent = ppo.Agent(3, 2)
+    agent = ppo.Agent(3, 2, (64, 64))
     args = args_for(32, num_minibatches=1, update_epochs=3, max_grad_norm=1e-4)
     batch = make_batch(agent, 32)
     params, optimizer, _ = learn(agent, batch, args)
     theirs = flat(agent).requires_grad_()
     adam = torch.optim.Adam([theirs], lr=3e-4, eps=1e-5)
     for _ in range(3):
-        loss, _ = ppo.ppo_loss(theirs, agent, batch, torch.tensor(0.2), args)
+        loss, _ = ppo.ppo_loss(theirs, agent, batch, as_coefs(args), args)
         adam.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_([theirs], 1e-4)
@@ -769,7 +784,7 @@ def test_m4_rewards_are_clipped_to_10(action):
 
 
 def test_m5_log_probabilities_equal_those_of_a_multivariate_normal():
-    agent = ppo.Agent(3, 4)
+    agent = ppo.Agent(3, 4, (64, 64))
     agent.actor_logstd.data = torch.tensor([[-1.0, 0.0, 0.5, 1.0]])
     obs, actions = torch.randn(20, 3), torch.randn(20, 4)
     normal = torch.distributions.MultivariateNormal(
@@ -783,7 +798,7 @@ def test_m5_log_probabilities_equal_those_of_a_multivariate_normal():
 
 @pytest.mark.parametrize("given, expected", [((), 0.0), ((-0.5,), -0.5)])
 def test_m5_log_std_is_one_free_parameter_per_action_dimension(given, expected):
-    agent = ppo.Agent(3, 4, *given)
+    agent = ppo.Agent(3, 4, (64, 64), *given)
     assert isinstance(agent.actor_logstd, nn.Parameter)
     assert torch.equal(agent.actor_logstd.detach().flatten(), torch.full((4,), expected))
     agent(torch.randn(5, 3), torch.randn(5, 4))[0].sum().backward()
@@ -791,7 +806,8 @@ def test_m5_log_std_is_one_free_parameter_per_action_dimension(given, expected):
 
 
 def test_m5_rollout_adds_noise_of_that_std_to_the_mean():
-    agent, envs = ppo.Agent(3, 2), make_envs("Noise-v0", 3, 1)
+    agent = ppo.Agent(3, 2, (64, 64))
+    envs = make_envs("Noise-v0", 3, 1)
     agent.actor_logstd.data = torch.tensor([[-3.0, 1.0]])
     agent.actor_mean[4].weight.data *= 100
     torch.manual_seed(7)
@@ -807,7 +823,8 @@ def test_m5_rollout_adds_noise_of_that_std_to_the_mean():
 
 
 def test_m6_networks_are_two_tanh_layers_of_64():
-    agent = ppo.Agent(17, 6)
+    assert ppo.Args().hidden_sizes == (64, 64)
+    agent = ppo.Agent(17, 6, (64, 64))
     for network, outputs in ((agent.actor_mean, 6), (agent.critic, 1)):
         assert [type(layer) for layer in network] == [
             nn.Linear,
@@ -824,7 +841,8 @@ def test_m6_networks_are_two_tanh_layers_of_64():
 
 
 def test_m6_numpy_mlp_equals_the_module_and_keeps_a_copy_of_its_weights():
-    agent, obs = ppo.Agent(17, 6), torch.randn(50, 17)
+    agent = ppo.Agent(17, 6, (64, 64))
+    obs = torch.randn(50, 17)
     for layer in agent.actor_mean[::2]:
         nn.init.normal_(layer.bias)
     policy = ppo.numpy_mlp(agent.actor_mean)
@@ -834,7 +852,7 @@ def test_m6_numpy_mlp_equals_the_module_and_keeps_a_copy_of_its_weights():
 
 
 def test_m7_policy_and_value_share_nothing():
-    agent = ppo.Agent(3, 2)
+    agent = ppo.Agent(3, 2, (64, 64))
     batch = make_batch(agent, 32)
     names = [name for name, p in agent.named_parameters() for _ in range(p.numel())]
     critic = torch.tensor([name.startswith("critic.") for name in names])
@@ -850,7 +868,7 @@ def test_m7_policy_and_value_share_nothing():
 def test_m8_environment_gets_the_clipped_action_and_the_buffer_the_raw_one(env_id):
     envs = make_envs(env_id, 2, 1)
     space = envs.action_space
-    agent = ppo.Agent(3, gym.spaces.flatdim(space), 1.0)
+    agent = ppo.Agent(3, gym.spaces.flatdim(space), (64, 64), 1.0)
     _, actions, *_ = ppo.rollout(agent, envs, 30)
     low, high = space.low.ravel(), space.high.ravel()
     assert actions.shape == (30, 2, space.low.size) and abs(actions.std() - math.e) < 0.5
@@ -867,13 +885,13 @@ def test_x3_an_epoch_whose_mean_kl_is_past_the_target_is_the_last(target_kl, epo
     kls = iter([0.0, 0.01, 0.035, 0.05, 0.02, 0.01] + [0.0] * 9)
     steps = []
 
-    def step_minibatches(optimizer, agent, batch, indices, lr, clip_coef, args):
+    def step_minibatches(optimizer, agent, batch, indices, coefs, args):
         steps.append(next(kls))
         metrics = torch.full((len(ppo.METRICS),), 7.0 * len(indices))
         metrics[ppo.METRICS.index("approx_kl")] = steps[-1] * len(indices)
         return metrics
 
-    agent = ppo.Agent(3, 2)
+    agent = ppo.Agent(3, 2, (64, 64))
     args = args_for(36, num_minibatches=6, update_epochs=5, target_kl=target_kl)
     _, _, metrics = learn(agent, {"obs": torch.zeros(36, 3)}, args, step_minibatches)
     assert len(steps) == 3 * epochs
@@ -897,7 +915,8 @@ def sb3_parameters(policy):
 
 def test_oracle_update_equals_that_of_stable_baselines3(monkeypatch):
     flags = {"ent_coef": 0.01, "clip_vloss": False, "num_minibatches": 4, "update_epochs": 3}
-    size, agent = 64, ppo.Agent(3, 2, -0.3)
+    size = 64
+    agent = ppo.Agent(3, 2, (64, 64), -0.3)
     names = [name for name, _ in agent.named_parameters()]
     assert names[0] == "actor_logstd"
     assert names[1].startswith("critic") and names[-1].startswith("actor_mean")
@@ -977,7 +996,8 @@ def test_ratio_is_one_on_the_first_minibatch_of_every_update(run_script):
     not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
 )
 def test_compiled_update_equals_eager_over_50_minibatches():
-    agent, args = ppo.Agent(17, 6), args_for(640, num_minibatches=10, update_epochs=5)
+    agent = ppo.Agent(17, 6, (64, 64))
+    args = args_for(640, num_minibatches=10, update_epochs=5)
     batch = make_batch(agent, 640, off_policy=0.0)
     function = ppo.compile_or_not(ppo.update_minibatches, args, torch.device("cpu"))
     assert function is not ppo.update_minibatches
@@ -988,8 +1008,8 @@ def test_compiled_update_equals_eager_over_50_minibatches():
         twin = deepcopy(agent)
         optimizer = ppo.FlatAdam(twin, eps=1e-5)
         indices = torch.randperm(640).view(10, 64)[:2]
-        lr, clip_coef = torch.tensor(0.0), torch.tensor(0.2)
-        sums = step_minibatches(optimizer, twin, batch, indices, lr, clip_coef, args)
+        coefs = as_coefs(args, lr=0.0)
+        sums = step_minibatches(optimizer, twin, batch, indices, coefs, args)
         assert torch.equal(flat(twin), flat(agent))
         assert sums[3:].abs().max() < 1e-5  # the ratio is 1: no KL divergence, nothing clipped
     eager, optimizer, metrics = results["eager"]
@@ -1046,15 +1066,17 @@ def test_environments_go_on_from_a_saved_state_bit_for_bit(env_id, steps, capsys
     """For any number of episodes since the last seed; after 1,000 steps comes a new one."""
     envs = make_envs(env_id, 2, 1)
     play(envs, steps)
-    rms, state = saved(envs.obs_rms), saved(envs)
+    obs_rms, return_rms, state = saved(envs.obs_rms), saved(envs.return_rms), saved(envs)
     assert all(len(env["actions"]) < 1100 for env in state["envs"]["envs"])
     other = make_envs(env_id, 2, 99)
-    other.obs_rms.load_state_dict(rms)
+    other.obs_rms.load_state_dict(obs_rms)
+    other.return_rms.load_state_dict(return_rms)
     other.load_state_dict(state)
     assert np.array_equal(other.obs, envs.obs)
     assert play(other, 40) == play(envs, 40)
     assert leaves(saved(other)) == leaves(saved(envs))
     assert leaves(saved(other.obs_rms)) == leaves(saved(envs.obs_rms))
+    assert leaves(saved(other.return_rms)) == leaves(saved(envs.return_rms))
     assert not capsys.readouterr().out
 
 
@@ -1065,6 +1087,7 @@ def forgotten(capsys):
     play(envs, 22)
     other = make_envs("Forgetful-v0", 2, 1)
     other.obs_rms.load_state_dict(saved(envs.obs_rms))
+    other.return_rms.load_state_dict(saved(envs.return_rms))
     other.load_state_dict(saved(envs))
     assert capsys.readouterr().out.count("an environment can't be brought back") == 2
     return envs, other
@@ -1110,7 +1133,7 @@ def test_seeds_of_environments_are_shared_by_no_two_runs_and_no_evaluation(made_
         envs = make_envs("Noise-v0", num_envs, seed)
         play(envs, 2200)
         args = ppo.Args(env_id="Noise-v0", seed=seed, eval_episodes=1)
-        ppo.evaluate(ppo.Agent(3, 2), envs.obs_rms, args)
+        ppo.evaluate(ppo.Agent(3, 2, (64, 64)), envs.obs_rms, args)
         # the first reset is make_env's, which looks whether the environment works
         return [[x for x in env.seeds[1:] if x is not None] for env in made_envs]
 
@@ -1122,7 +1145,8 @@ def test_seeds_of_environments_are_shared_by_no_two_runs_and_no_evaluation(made_
 
 
 def test_evaluation_plays_mean_actions_and_leaves_the_statistics(made_envs):
-    envs, agent = make_envs("Noise-v0", 2, 1), ppo.Agent(3, 2)
+    envs = make_envs("Noise-v0", 2, 1)
+    agent = ppo.Agent(3, 2, (64, 64))
     agent.actor_mean[4].weight.data *= 100
     play(envs, 20)
     before = leaves(envs.obs_rms.state_dict())

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from test_ppo import SPACES, Toy, exact, flat, left_by, make_envs, run, sizes
+from test_ppo import SPACES, Toy, as_coefs, exact, flat, left_by, make_envs, run, sizes
 from torch.distributions import Categorical
 
 import ppo_atari_lstm
@@ -469,8 +469,8 @@ def test_l4_minibatches_are_whole_environments_in_time_order(monkeypatch):
 
     monkeypatch.setattr(ppo, "ppo_loss", spy)
     optimizer = ppo.FlatAdam(agent, eps=1e-5)
-    lr, clip_coef = torch.tensor([0.0, 0.2])
-    ppo.update(ppo.update_minibatches, optimizer, agent, batch, lr, clip_coef, args)
+    coefs = as_coefs(args, lr=0.0)
+    ppo.update(ppo.update_minibatches, optimizer, agent, batch, coefs, args)
     orders = []
     for minibatch in seen:
         rows = (minibatch["values"][:, 0] / 10).long()
@@ -505,15 +505,15 @@ def test_update_equals_the_arithmetic_of_pytorch(flags):
     batch["logprobs"] = logprobs + 0.2 * torch.randn(8, 9).double()
     before = flat(agent)
     twin = copy.deepcopy(agent)
-    lr, clip = torch.tensor([1e-2, 0.15])
+    coefs = as_coefs(args, lr=1e-2, clip_coef=0.15)
     torch.manual_seed(3)
     optimizer = ppo.FlatAdam(agent, eps=1e-5)
-    ours = ppo.update(ppo.update_minibatches, optimizer, agent, batch, lr, clip, args)
+    ours = ppo.update(ppo.update_minibatches, optimizer, agent, batch, coefs, args)
 
     torch.manual_seed(3)
     orders = [torch.randperm(8) for _ in range(3)]
-    adam = torch.optim.Adam(twin.parameters(), lr=lr.item(), eps=1e-5)
-    clip = clip.item()
+    adam = torch.optim.Adam(twin.parameters(), lr=coefs["lr"].item(), eps=1e-5)
+    clip = coefs["clip_coef"].item()
     metrics = []
     norms = []
     for order in orders:
@@ -569,8 +569,8 @@ def test_target_kl_ends_the_update_after_the_epoch_that_exceeds_it(monkeypatch):
         args.target_kl = target_kl
         learner = copy.deepcopy(agent)
         optimizer = ppo.FlatAdam(learner, eps=1e-5)
-        lr, clip_coef = torch.tensor([3e-3, 0.2])
-        metrics = ppo.update(ppo.update_minibatches, optimizer, learner, batch, lr, clip_coef, args)
+        coefs = as_coefs(args, lr=3e-3)
+        metrics = ppo.update(ppo.update_minibatches, optimizer, learner, batch, coefs, args)
         torch.testing.assert_close(metrics, torch.stack(calls).mean(0))
         assert optimizer.steps == len(calls)
         return len(calls)
@@ -673,7 +673,7 @@ def test_l2_l5_memory_starts_at_zero_and_goes_on_into_the_next_rollout(run_scrip
     assert torch.equal(second.batch["memory"].transpose(0, 1), state)
     assert torch.equal((state != 0).all(2).all(0), ~first.batch["dones"][:, -1])
     assert (state != 0).any() and not state.requires_grad
-    assert first.lr == second.lr == pytest.approx(0.01)
+    assert first.coefs["lr"] == second.coefs["lr"] == pytest.approx(0.01)
 
 
 def recorded(monkeypatch, module):
@@ -775,10 +775,11 @@ def outcome(folder):
     """
     checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
     tensors = exact([checkpoint[name] for name in ("agent", "optimizer", "memory", "envs")])
+    random_states = exact(checkpoint["run"]["random"])
     rows = [row.split(",") for row in (folder / "episodes.csv").read_text().splitlines()]
     rows = [row[:1] + row[2:] for row in rows]
     evaluation = (folder / "evaluation.json").read_text()
-    return tensors, exact(checkpoint["random"]), rows, evaluation
+    return tensors, random_states, rows, evaluation
 
 
 def assert_memory_in_the_checkpoint_counts(run_script, script, stopped, whole):
@@ -810,7 +811,7 @@ def test_runs_stop_and_go_on_with_their_memory(run_script, monkeypatch):
     flags = "--run-name stopped --checkpoint-interval 100".split()
     run_script(ppo.__file__, *STOPPED, *flags, code=128 + signal.SIGTERM)
     stopped = whole.with_name("stopped")
-    assert torch.load(stopped / "checkpoint.pt", weights_only=True)["iteration"] == 5
+    assert torch.load(stopped / "checkpoint.pt", weights_only=True)["run"]["iteration"] == 5
     assert_memory_in_the_checkpoint_counts(run_script, ppo.__file__, stopped, whole)
 
 
@@ -829,7 +830,7 @@ def test_killed_runs_resume_exactly(tmp_path, cell):
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     path = tmp_path / "killed" / "runs" / "run" / "checkpoint.pt"
-    assert torch.load(path, weights_only=True)["iteration"] == 14
+    assert torch.load(path, weights_only=True)["run"]["iteration"] == 14
     resumed = run(tmp_path / "killed", "--resume runs/run", script=ppo.__file__)
     assert resumed.returncode == 0, resumed.stderr
     assert left_by(tmp_path / "killed") == left_by(tmp_path / "whole")
@@ -868,7 +869,7 @@ def test_a_checkpoint_without_its_memory_is_refused(run_script, capsys, damage):
     torch.save(checkpoint, folder / "checkpoint.pt")
     run_script(ppo.__file__, "--resume", str(folder), code=2)
     said = capsys.readouterr().err
-    assert f"{folder} is damaged" in said
+    assert f"the checkpoint in {folder} doesn't fit" in said
     assert ("'memory'" if damage == "missing" else "shape") in said
 
 
@@ -881,9 +882,11 @@ def test_video(run_script):
 
 def test_episodes_are_written_and_rates_fall_to_an_nth(run_script):
     flags = "--total-timesteps 480 --anneal-clip --run-name run".split()
-    module = run_script(ppo.__file__, *RUN, *flags)
-    assert module.lr.item() == pytest.approx(2.5e-4 / 3)
-    assert module.clip_coef.item() == pytest.approx(0.2 / 3)
+    others = "--ent-coef 0.02 --vf-coef 0.3 --max-grad-norm 0.7".split()
+    module = run_script(ppo.__file__, *RUN, *flags, *others)
+    annealed = {"lr": 2.5e-4 / 3, "clip_coef": 0.2 / 3}
+    coefs = {"ent_coef": 0.02, "vf_coef": 0.3, "max_grad_norm": 0.7} | annealed
+    assert {name: x.item() for name, x in module.coefs.items()} == pytest.approx(coefs)
     lines = (module.run.folder / "episodes.csv").read_text().splitlines()
     rows = [line.split(",") for line in lines[1:]]
     rows = [row[:1] + row[2:] for row in rows]

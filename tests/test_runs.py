@@ -276,10 +276,20 @@ def saved_envs(run_dir):
     return load_checkpoint(run_dir)["envs"]["envs"]["envs"]
 
 
+def saved_run(run_dir):
+    """What a checkpoint has of the Run: counters, sizes of logs, random states and the like."""
+    return load_checkpoint(run_dir)["run"]
+
+
 def edit_checkpoint(run_dir, without=None, **changes):
-    """Takes an entry out of a checkpoint, and changes others."""
+    """Takes an entry, such as agent or run/iteration, out of a checkpoint, and changes others."""
     checkpoint = load_checkpoint(run_dir) | changes
-    checkpoint.pop(without, None)
+    if without is not None:
+        *parts, name = without.split("/")
+        state = checkpoint
+        for part in parts:
+            state = state[part]
+        del state[name]
     torch.save(checkpoint, run_dir / "checkpoint.pt")
 
 
@@ -300,8 +310,9 @@ def events(run_dir):
 def outcome(run_dir):
     """{name: value} of all that must be the same for the same run: not times and flags."""
     checkpoint = load_checkpoint(run_dir)
-    for name in ("args", "wall_seconds", "wandb_id", "log_sizes"):
-        del checkpoint[name]
+    del checkpoint["args"]
+    for name in ("wall_seconds", "wandb_id", "log_sizes"):
+        del checkpoint["run"][name]
     results = leaves(checkpoint, "checkpoint")
     for i, row in enumerate(episode_rows(run_dir)):
         results[f"episodes/{i}"] = row | {"wall_seconds": None}
@@ -370,11 +381,11 @@ def test_config(whole):
 
 
 def test_default_run_name(tmp_path):
-    """Slashes of an environment's id become dashes; here the experiment has one."""
+    """Colons and slashes become dashes: the environment's id has one, and here the experiment."""
     succeed(tmp_path, TINY_RUN.replace("--run-name run", "--exp-name a/b --seed 7"))
     (run_dir,) = (tmp_path / "runs").iterdir()
     env_id, exp_name, seed, unixtime = run_dir.name.split("__")
-    assert (env_id, exp_name, seed) == ("toy:Toy-v0", "a-b", "7") and abs(
+    assert (env_id, exp_name, seed) == ("toy-Toy-v0", "a-b", "7") and abs(
         int(unixtime) - time.time()
     ) < 3600
 
@@ -421,7 +432,7 @@ def test_episodes_file_equals_tensorboard(whole, tag, column):
 
 def test_checkpoint_and_evaluation(whole):
     run_dir, result = whole
-    assert load_checkpoint(run_dir)["iteration"] == 40
+    assert saved_run(run_dir)["iteration"] == 40
     evaluation = json.loads((run_dir / "evaluation.json").read_text())
     assert len(evaluation["returns"]) == len(evaluation["lengths"]) == 3
     assert f"evaluation: {sum(evaluation['returns']) / 3:.1f}" in result.stdout
@@ -470,7 +481,7 @@ def test_resume_after_kill(whole, tmp_path, faults):
     (tmp_path / "runs" / "run" / "episodes.csv.bak").write_text("the user's own")
     if faults == MOMENTS["between-checkpoints"]:
         # Much was logged after the checkpoint, and reached the disk
-        sizes = load_checkpoint(tmp_path / RUN)["log_sizes"]
+        sizes = saved_run(tmp_path / RUN)["log_sizes"]
         logs = [tmp_path / RUN / "episodes.csv", *(tmp_path / RUN).glob("events.*")]
         assert len(logs) == 2 and all(path.stat().st_size > sizes[path.name] for path in logs)
     for fault in faults[1:]:
@@ -483,7 +494,7 @@ def test_resume_after_kill(whole, tmp_path, faults):
     rows = episode_rows(tmp_path / RUN)
     walls = [float(row["wall_seconds"]) for row in rows]
     assert walls == sorted(walls)  # the clock goes on, too
-    assert load_checkpoint(tmp_path / RUN)["recent_returns"] == [
+    assert saved_run(tmp_path / RUN)["recent_returns"] == [
         float(row["return"]) for row in rows[-100:]
     ]
 
@@ -535,7 +546,7 @@ def kill_at(cwd, flags, iteration):
     process = subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.DEVNULL)
     try:
         path = cwd / RUN / "checkpoint.pt"
-        while not path.exists() or load_checkpoint(path.parent)["iteration"] < iteration:
+        while not path.exists() or saved_run(path.parent)["iteration"] < iteration:
             assert process.poll() is None, "the run ended before it could be killed"
             time.sleep(0.01)
     finally:
@@ -586,7 +597,7 @@ def test_resume_after_signal(whole, tmp_path, name, code):
         and "6300" in result.stdout + result.stderr
     )
     assert (
-        load_checkpoint(tmp_path / RUN)["iteration"] == 21
+        saved_run(tmp_path / RUN)["iteration"] == 21
         and not (tmp_path / RUN / "evaluation.json").exists()
     )
     assert resume(tmp_path).returncode == 0
@@ -598,13 +609,13 @@ def test_second_ctrl_c(tmp_path, names):
     """Whoever doesn't wait for the end of the iteration loses what came since the checkpoint."""
     result = run(tmp_path, TOY_RUN, fault=f"{names} 6050")
     assert_fails(result, 130, "stopped at once", f"--resume {RUN}")
-    assert load_checkpoint(tmp_path / RUN)["iteration"] == 15
+    assert saved_run(tmp_path / RUN)["iteration"] == 15
 
 
 def test_signal_in_evaluation(tmp_path):
     result = run(tmp_path, TINY_RUN, fault="SIGTERM 610")
     assert_fails(result, 143, f"--resume {RUN}")
-    assert load_checkpoint(tmp_path / RUN)["iteration"] == 2
+    assert saved_run(tmp_path / RUN)["iteration"] == 2
     assert not (tmp_path / RUN / "evaluation.json").exists()
 
 
@@ -658,7 +669,7 @@ BAD_FLAGS = {
     "no-minibatches": ("--num-minibatches 0", "--num-minibatches"),
     "no-epochs": ("--update-epochs 0", "--update-epochs"),
     "no-checkpoints": ("--checkpoint-interval 0", "--checkpoint-interval"),
-    "no-evaluation": ("--eval-episodes 0", "--eval-episodes"),
+    "negative-evaluation": ("--eval-episodes -1", "--eval-episodes"),
     "negative-learning-rate": ("--learning-rate -1", "--learning-rate"),
     "nan-learning-rate": ("--learning-rate nan", "--learning-rate"),
     "negative-clip": ("--clip-coef -0.2", "--clip-coef"),
@@ -680,7 +691,7 @@ BAD_FLAGS = {
     "run-name-above": ("--run-name ..", "--run-name"),
     "run-name-absolute": ("--run-name /nowhere/x/run", "--run-name"),
     "resume-nothing": ("--resume runs/nowhere", "runs/nowhere"),
-    "resume-and-evaluate": ("--resume runs/x --evaluate runs/x", "not both"),
+    "resume-and-evaluate": ("--resume runs/x --evaluate runs/x", "give only one"),
     "evaluate-nothing": ("--evaluate runs/nowhere", "runs/nowhere"),
 }
 
@@ -696,7 +707,6 @@ BAD_INPUT = {
     "ragged-observations": ("--env-id toy:ToyRagged-v0", "Sequence"),
     "too-few-steps": ("--total-timesteps 299", "--total-timesteps", "300"),
     "unknown-flag": ("--no-such-flag 1", "--no-such-flag"),
-    "run-name-too-long": (f"--run-name {'x' * 300}", "--run-name"),
     "track-without-login": ("--track", "wandb login", "WANDB_MODE=offline"),
 }
 
@@ -723,7 +733,8 @@ class Bomb:
 def write_bomb(run_dir, legacy=False):
     """Puts a bomb into a checkpoint, tries it, and clears up after it."""
     bomb, path = run_dir.parent / "exploded", run_dir / "checkpoint.pt"
-    checkpoint = load_checkpoint(run_dir) | {"iteration": Bomb(bomb)}
+    checkpoint = load_checkpoint(run_dir)
+    checkpoint["run"]["iteration"] = Bomb(bomb)
     torch.save(checkpoint, path, _use_new_zipfile_serialization=not legacy)
     torch.load(path, weights_only=False)
     bomb.rmdir()
@@ -752,6 +763,7 @@ def with_changes(**changes):
 
 
 NO_RUN = str(RUN)  # the words of most sentences on a checkpoint that is none
+NO_FIT = f"the checkpoint in {RUN} doesn't fit"
 WRONG_SHAPES = {name: torch.zeros(3, 3) for name in ("actor_logstd", "critic.0.weight")}
 DAMAGES = {
     "missing": (lambda run_dir: (run_dir / "checkpoint.pt").unlink(), NO_RUN),
@@ -766,23 +778,26 @@ DAMAGES = {
     "other-script": (with_changes(script="ppo_atari.py"), "ppo_atari.py", SCRIPT.name),
     "other-version": (with_changes(args={"warp_factor": 9}), "warp_factor"),
     "args-of-wrong-type": (with_changes(args="--seed 1"), NO_RUN),
-    "no-weights": (with_changes(agent={}), NO_RUN),
-    "other-shapes": (with_changes(agent=WRONG_SHAPES), NO_RUN),
-    "no-environments": (with_changes(envs={"envs": {"envs": []}}), NO_RUN),
-    "statistics-of-wrong-type": (with_changes(obs_rms={"mean": 1, "var": 1, "count": 1}), NO_RUN),
+    "no-weights": (with_changes(agent={}), NO_FIT),
+    "other-shapes": (with_changes(agent=WRONG_SHAPES), NO_FIT),
+    "no-environments": (with_changes(envs={"envs": {"envs": []}}), NO_FIT),
+    "statistics-of-wrong-type": (with_changes(obs_rms={"mean": 1, "var": 1, "count": 1}), NO_FIT),
 }
+for part in ("script", "args"):
+    DAMAGES[f"no-{part}"] = (with_changes(without=part), NO_RUN)
 for part in (
-    "script",
-    "args",
     "agent",
     "optimizer",
     "obs_rms",
+    "return_rms",
     "envs",
-    "random",
-    "iteration",
-    "log_sizes",
+    "run",
+    "run/random",
+    "run/iteration",
+    "run/log_sizes",
 ):
-    DAMAGES[f"no-{part}"] = (with_changes(without=part), NO_RUN)
+    name = part.replace("/", "-")
+    DAMAGES[f"no-{name}"] = (with_changes(without=part), NO_FIT)
 
 # --evaluate reads it with the same function
 EVALUATED = ("missing", "truncated", "bomb", "other-script", "no-agent")
@@ -831,6 +846,12 @@ def test_bad_input(refusals, case):
     assert not [path for path in after if path.name == "checkpoint.pt"]
 
 
+def test_a_folder_that_cannot_be_made(tmp_path):
+    result = run(tmp_path, f"{TINY_RUN} --run-name {'x' * 300}")
+    assert_fails(result, 1, "can't write", "File name too long", "start the run again")
+    assert not list(tmp_path.glob("runs/*"))
+
+
 @pytest.mark.parametrize("case", RENDERERS)
 def test_video_without_renderer(refusals, case):
     result, before, after = refusals[case]
@@ -871,8 +892,8 @@ def test_hostile_log_sizes(stopped, tmp_path):
     for victim in victims:
         victim.write_text("precious")
     hostile = {"../victim": 0, f"{tmp_path}/victim": 0, "..": 0}
-    sizes = load_checkpoint(stopped)["log_sizes"] | hostile
-    edit_checkpoint(stopped, log_sizes=sizes)
+    saved = saved_run(stopped)
+    edit_checkpoint(stopped, run=saved | {"log_sizes": saved["log_sizes"] | hostile})
     result = resume(tmp_path)
     assert "Traceback" not in result.stderr, result.stderr
     assert [victim.read_text() for victim in victims] == ["precious", "precious"]
@@ -884,9 +905,9 @@ def test_non_finite_loss(whole, tmp_path, fault):
     """Ends the run in its iteration, 21; from the last good checkpoint it can go on."""
     assert_fails(run(tmp_path, TOY_RUN, fault=f"{fault} 6050"), 1, "iteration 21", str(RUN))
     checkpoint = load_checkpoint(tmp_path / RUN)
-    assert checkpoint["iteration"] == 15
+    assert checkpoint["run"]["iteration"] == 15
     assert all(torch.isfinite(weights).all() for weights in checkpoint["agent"].values())
-    for rms in (checkpoint["obs_rms"], checkpoint["envs"]["return_rms"]):
+    for rms in (checkpoint["obs_rms"], checkpoint["return_rms"]):
         assert all(torch.isfinite(x).all() for x in rms.values())
     assert resume(tmp_path).returncode == 0
     assert differences(whole[0], tmp_path / RUN) == []
@@ -902,7 +923,7 @@ def test_checkpoint_write_failure(whole, stopped, tmp_path):
     before = (stopped / "checkpoint.pt").read_bytes()
     limit = len(before) // 2
     result = resume(tmp_path, preexec_fn=lambda: limit_files(limit))
-    assert_fails(result, 1, "checkpoint", f"--resume {RUN}")
+    assert_fails(result, 1, "can't write", f"--resume {RUN}")
     assert (stopped / "checkpoint.pt").read_bytes() == before
     assert resume(tmp_path).returncode == 0
     assert differences(whole[0], stopped) == []
@@ -914,7 +935,7 @@ def test_full_disk_for_logs(tmp_path):
         (tmp_path / name).mkdir()
     limit = 16_384  # less than a checkpoint, so the very first one fails
     result = run(tmp_path, TINY_RUN, preexec_fn=lambda: limit_files(limit))
-    assert_fails(result, 1, "checkpoint")
+    assert_fails(result, 1, "can't write", "start the run again")
 
 
 def test_flags_at_their_ends(tmp_path):
@@ -935,7 +956,7 @@ def test_ctrl_c_that_ends_the_reader_too(tmp_path):
     flags = TINY_RUN + " --total-timesteps 900"
     run(tmp_path, flags, fault="SIGINT 350", preexec_fn=lambda: os.dup2(output, 1))
     os.close(output)
-    assert load_checkpoint(tmp_path / RUN)["iteration"] == 2
+    assert saved_run(tmp_path / RUN)["iteration"] == 2
 
 
 def test_wandb_that_does_not_start_is_no_bad_input(tmp_path):
@@ -1073,7 +1094,7 @@ def test_python_i(tmp_path, fault):
     result = run(tmp_path, flags, stdin=LOOK, python_flags=["-i"], fault=fault)
     assert "HAVE Agent 3 (100, 3, 3) (100, 3) (100, 3)" in result.stdout, result
     assert "AGAIN 3" in result.stdout and "Traceback" not in result.stderr
-    assert load_checkpoint(tmp_path / RUN)["iteration"] == (2 if fault else 10)
+    assert saved_run(tmp_path / RUN)["iteration"] == (2 if fault else 10)
 
 
 SHELL = """
@@ -1159,7 +1180,7 @@ def test_no_compiler(tmp_path):
     result = succeed(tmp_path, TINY_RUN, compiled=True, **without_compiler(tmp_path))
     assert sum("without compilation" in line for line in result.stdout.splitlines()) == 1
     assert "Traceback" not in result.stdout + result.stderr
-    assert load_checkpoint(tmp_path / RUN)["iteration"] == 2
+    assert saved_run(tmp_path / RUN)["iteration"] == 2
 
 
 def test_compiler_is_gone(tmp_path):

@@ -33,7 +33,7 @@ DIFFERENT_FLAGS = {
     "env_id": "ids of games",
     "compile": "some compile nothing",
     "checkpoint_interval": "steps, where an iteration is a step",
-    "eval_interval": "steps, where an iteration is a step; evaluating from the start is DDPG's custom",
+    "eval_interval": "steps, where an iteration is a step; by default DDPG evaluates",
     "hidden_sizes": "of which networks",
     "learning_rate": "of which optimizer",
     "norm_adv": "there may be no minibatches",

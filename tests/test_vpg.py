@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from test_ppo import Outputs, exact, flat, left_by, make_envs, random_batch, run, sizes
+from test_ppo import Outputs, as_coefs, exact, flat, left_by, make_envs, random_batch, run, sizes
 
 import vpg
 
@@ -31,7 +31,7 @@ def test_gradient_of_a_hand_made_batch():
     for norm_adv, weights in ((True, [1.0, 0.0, -1.0]), (False, [3.0, 2.0, 1.0])):
         args = vpg.Args(norm_adv=norm_adv, ent_coef=0.3, vf_coef=0.6)
         function = torch.func.grad(vpg.vpg_loss, has_aux=True)
-        grads, metrics = function(flat(agent), agent, batch, args)
+        grads, metrics = function(flat(agent), agent, batch, as_coefs(args), args)
         weights = torch.tensor(weights)
         in_values = 0.2 * torch.tensor([-2.0, 0.0, 3.0])
         expected = torch.cat((-weights / 3, torch.full((3,), -0.1), in_values))
@@ -41,30 +41,32 @@ def test_gradient_of_a_hand_made_batch():
 
 
 def test_without_a_baseline_there_is_no_value_loss():
-    agent = vpg.Agent(3, [4])
+    agent = vpg.Agent(3, [4], (64, 64))
     batch = random_batch(agent, 20)
     batch["returns"] *= 100
     grads = []
     for flags in ({"baseline": "none"}, {"vf_coef": 0.0}, {}):
+        args = vpg.Args(**flags)
         function = torch.func.grad(vpg.vpg_loss, has_aux=True)
-        grads.append(function(flat(agent), agent, batch, vpg.Args(**flags))[0])
+        grads.append(function(flat(agent), agent, batch, as_coefs(args), args)[0])
     assert torch.equal(grads[0], grads[1])
     assert (grads[2] - grads[0]).abs().max() > 1
 
 
 def test_steps_equal_those_of_adam():
     """Nothing is clipped, however large the critic's gradient is."""
-    agent = vpg.Agent(3, [4])
+    agent = vpg.Agent(3, [4], (64, 64))
     args = vpg.Args(ent_coef=0.01)
+    coefs = as_coefs(args, lr=0.003)
     theirs = flat(agent).requires_grad_()
     adam = torch.optim.Adam([theirs], lr=0.003, eps=1e-5)
     optimizer = vpg.FlatAdam(agent, eps=1e-5)
     for _ in range(5):
         batch = random_batch(agent, 20)
         batch["returns"] *= 100
-        vpg.update(optimizer, agent, batch, torch.tensor(0.003), args)
+        vpg.update(optimizer, agent, batch, coefs, args)
         adam.zero_grad()
-        loss, _ = vpg.vpg_loss(theirs, agent, batch, args)
+        loss, _ = vpg.vpg_loss(theirs, agent, batch, coefs, args)
         loss.backward()
         assert theirs.grad.norm() > 10
         adam.step()
@@ -75,7 +77,7 @@ def test_steps_equal_those_of_adam():
 def test_rollouts_are_one_whole_episode_in_each_environment(env_id):
     """Environments wait for the longest; the data are in the order of the environments."""
     envs = make_envs(vpg, env_id, 5)
-    agent = vpg.Agent(*sizes(envs))
+    agent = vpg.Agent(*sizes(envs), (64, 64))
     ended_by = set()
     for _ in range(3):
         for env in envs.envs:
@@ -105,7 +107,7 @@ def test_rollouts_are_one_whole_episode_in_each_environment(env_id):
 
 def test_rollouts_sample_the_policy():
     envs = make_envs(vpg, "Unmasked-v0", 400)
-    agent = vpg.Agent(*sizes(envs))
+    agent = vpg.Agent(*sizes(envs), (64, 64))
     agent.actor[4].weight.data.zero_()
     agent.actor[4].bias.data = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
     _, actions, _, _ = vpg.rollout(agent, envs)
@@ -119,9 +121,13 @@ def test_actions_are_weighted_with_the_rewards_to_go(run_script, flags):
 
     With a baseline a time limit bootstraps, and the values are taken off.
     """
-    rest = "--total-timesteps 300 --gamma 0.9 --eval-episodes 1 --learning-rate 1e-9"
-    module = run_script(vpg.__file__, "--env-id", "Plain-v0", *rest.split(), *flags.split())
-    assert module.lr == pytest.approx(1e-9 * module.remaining)
+    rest = (
+        "--env-id Plain-v0 --total-timesteps 300 --gamma 0.9 --eval-episodes 1 "
+        "--learning-rate 1e-9 --ent-coef 0.02 --vf-coef 0.3"
+    )
+    module = run_script(vpg.__file__, *rest.split(), *flags.split())
+    coefs = {"lr": 1e-9 * module.remaining, "ent_coef": 0.02, "vf_coef": 0.3}
+    assert {name: x.item() for name, x in module.coefs.items()} == pytest.approx(coefs)
     before = module.run.global_step - len(module.rewards)
     assert module.remaining == pytest.approx(1 - before / 300) and 0 < module.remaining < 0.9
 
@@ -177,14 +183,15 @@ def test_toy_is_learned(run_script, baseline):
 
 def test_a_single_step_has_no_deviation():
     """An episode may be that short; it is learned from as it is."""
-    agent = vpg.Agent(3, [4])
+    agent = vpg.Agent(3, [4], (64, 64))
     batch = {
         "obs": torch.ones(1, 7),
         "actions": torch.ones(1, 1, dtype=int),
         "advantages": torch.tensor([2.0]),
         "returns": torch.tensor([2.0]),
     }
-    loss, metrics = vpg.vpg_loss(flat(agent), agent, batch, vpg.Args())
+    args = vpg.Args()
+    loss, metrics = vpg.vpg_loss(flat(agent), agent, batch, as_coefs(args), args)
     assert torch.isfinite(loss)
     assert metrics[0] == pytest.approx(2 * np.log(4), rel=0.1)
 
@@ -200,13 +207,14 @@ def test_runs_are_deterministic_and_resume_exactly(tmp_path):
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     path = tmp_path / "killed" / "runs" / "run" / "checkpoint.pt"
     checkpoint = torch.load(path, weights_only=True)
-    assert checkpoint["iteration"] % 4 == 0 and 1000 < checkpoint["global_step"] < 1500
+    killed_step = checkpoint["run"]["global_step"]
+    assert checkpoint["run"]["iteration"] % 4 == 0 and 1000 < killed_step < 1500
     # The first steps of a process that resumes are those that bring its environments back
     replayed = sum(len(state["actions"]) for state in checkpoint["envs"]["envs"])
     stopped = f"SIGTERM {replayed + 500}"
     stopped = run(tmp_path / "killed", "--resume runs/run", stopped, vpg.__file__)
     assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
-    steps = torch.load(path, weights_only=True)["global_step"] - checkpoint["global_step"]
+    steps = torch.load(path, weights_only=True)["run"]["global_step"] - killed_step
     assert 500 <= steps < 700
     finished = run(tmp_path / "killed", "--resume runs/run", script=vpg.__file__)
     assert finished.returncode == 0, finished.stderr
