@@ -68,11 +68,11 @@ class Args:
     """All flags. The comments are what --help says."""
 
     exp_name: str = Path(__file__).stem  # name of the experiment, a part of the run's name
-    run_name: str | None = None  # folder under runs/, else ENV__EXPERIMENT__SEED__UNIXTIME
+    run_name: str | None = None  # folder in runs/ (default: ENV__EXPERIMENT__SEED__UNIXTIME)
     seed: int = 1  # seed of the networks, the action noise, the minibatches and the environments
     torch_deterministic: bool = True  # use deterministic cuDNN algorithms
     cuda: bool = True  # use a GPU where there is one
-    compile: bool = True  # compile the update (the first time half a minute or more)
+    compile: bool = True  # compile the update, which takes half a minute the first time
     num_threads: int = 0  # threads of PyTorch (0: chosen by the script)
     track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "plainrl"  # project at Weights & Biases
@@ -82,31 +82,31 @@ class Args:
     save_model: bool = False  # write the final weights to EXPERIMENT.cleanrl_model too
     checkpoint_interval: int = 10000  # steps between checkpoints
     eval_interval: int = 10000  # steps between evaluations during the training (0: none)
-    eval_episodes: int = 10  # episodes of an evaluation: deterministic actions, seeds of its own
+    eval_episodes: int = 10  # episodes of an evaluation, with deterministic actions and own seeds
     eval_max_steps: int = 100000  # steps after which an episode of an evaluation ends
     resume: str | None = None  # continue the run in this folder, exactly; its flags come with it
     evaluate: str | None = None  # play the policy of the run in this folder; its flags come with it
     init_from: str | None = None  # begin with the networks and statistics of the run in this folder
-    best: bool = False  # take that run's networks of its best evaluation, not its last ones
+    best: bool = False  # with --evaluate or --init-from: the networks of that run's best evaluation
 
     env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
     total_timesteps: int = 1000000  # steps of the run, all environments together
     learning_rate: float = 3e-4  # learning rate of Adam
-    actor_learning_rate: float | None = None  # learning rate of the actor, else --learning-rate
-    critic_learning_rate: float | None = None  # learning rate of the critic, else --learning-rate
+    actor_learning_rate: float | None = None  # of the actor (default: --learning-rate)
+    critic_learning_rate: float | None = None  # of the critic (default: --learning-rate)
     num_envs: int = 1  # number of environments
     gamma: float = 0.99  # discount factor
     hidden_sizes: tuple[int, ...] = (256, 256)  # units of the hidden layers, actor's and critic's
     buffer_size: int = 1000000  # transitions in the replay buffer
     batch_size: int = 256  # transitions in a minibatch
-    tau: float = 0.005  # part of the way that the target networks go at an update
-    random_steps: int | None = None  # steps with random actions, else --learning-starts
+    tau: float = 0.005  # part of the way that an update moves the targets to the trained networks
+    random_steps: int | None = None  # first steps, with random actions (default: --learning-starts)
     learning_starts: int = 25000  # steps before the first update
     updates_per_step: float = 1.0  # updates for each step of an environment; may be below 1
     policy_frequency: int = 1  # update the actor and the targets at every N-th update of the critic
     noise_type: Literal["gaussian", "ou"] = "gaussian"  # independent, or Ornstein-Uhlenbeck's
-    exploration_noise: float = 0.1  # standard deviation (ou: of an increment), actions from -1 to 1
-    final_exploration_noise: float | None = None  # the same at the last step, linear in between
+    exploration_noise: float = 0.1  # standard deviation for actions in [-1, 1] (ou: of its steps)
+    final_exploration_noise: float | None = None  # at the last step, reached linearly
     max_grad_norm: float | None = None  # largest norm of the gradient, actor's and critic's
     weight_decay: float = 0.0  # weight of the L2 penalty on the critic's parameters
     norm_obs: bool = False  # normalise observations by their running mean and deviation
@@ -116,7 +116,7 @@ class Args:
 def parse_args():
     """Returns the flags, and the checkpoint that --resume or --evaluate starts from, or None.
 
-    To the flags it adds folder and num_iterations.
+    To the flags it adds num_iterations; read_flags has added folder.
     """
     args, saved = read_flags(may_change=[])  # the replay buffer depends on --checkpoint-interval
     check(args.total_timesteps > 0, "--total-timesteps must be above 0")
@@ -168,7 +168,7 @@ class RecordVideo(gym.Wrapper):
     """Writes every interval-th episode to folder/episode-N.mp4, frame by frame.
 
     Gymnasium's own keeps all frames of an episode in memory: 700 MB for 1,000 steps of HalfCheetah.
-    The file begins with the first step, so that an episode that is never played has none.
+    The file is opened by the first step, so that a reset alone leaves none.
     """
 
     def __init__(self, env, folder, interval):
@@ -216,9 +216,9 @@ class ReplayEnv(gym.Wrapper):
     episode, and info["final_obs"] is the one that the reset has replaced (Gymnasium's SAME_STEP).
 
     Given a seed and actions, an environment always does the same. So it is saved as its last seed
-    and the actions since, which are played again to bring it back. It gets a new seed with the
-    first episode that starts at least steps_per_seed steps after the last seed. actions is empty
-    just then.
+    and the actions since, which are played again to bring it back. To keep them few, it gets a new
+    seed with the first episode that starts steps_per_seed steps or more after the last seed.
+    actions is empty right after a new seed, so also if it could not be brought back.
     """
 
     def __init__(self, env, steps_per_seed=1000):
@@ -226,7 +226,7 @@ class ReplayEnv(gym.Wrapper):
         self.steps_per_seed = steps_per_seed
 
     def reset(self, seed, options=None):
-        """Starts anew; seed determines this seed of the environment and all later ones."""
+        """Starts afresh; all seeds of the environment follow from this one."""
         self.seed = seed
         return self.reset_with_new_seed()
 
@@ -243,7 +243,7 @@ class ReplayEnv(gym.Wrapper):
         self.actions.append(action.copy())
         if len(self.actions) == 200 * self.steps_per_seed:
             advice = "give the environment a time limit, max_episode_steps of gymnasium.register"
-            print(f"an episode is so long that checkpoints grow and --resume is slow: {advice}")
+            print(f"an episode is so long that --resume, which replays it, is slow: {advice}")
         self.obs, reward, terminated, truncated, info = self.env.step(action)
         if terminated or truncated:
             info["final_obs"] = np.array(self.obs)  # a copy: the reset may write over it
@@ -275,7 +275,7 @@ class ReplayEnv(gym.Wrapper):
 
 
 def make_base_env(env_id, filmed):
-    """Makes and resets an environment; ends the program if there is none, or none to be filmed.
+    """Makes an environment; ends the program if it can't be made or, where filmed, rendered.
 
     A mistake in the code of an environment keeps its trace.
     """
@@ -335,7 +335,7 @@ def make_env(env_id, video_dir=None, video_interval=1, max_steps=None):
 class Episode(NamedTuple):
     """An episode that has ended."""
 
-    env: int
+    env: int  # index of the environment
     episode_return: float  # sum of the rewards as they came from the environment
     length: int
     ended_by: str  # "termination" or "truncation"
@@ -408,7 +408,7 @@ class RunningMeanStd:
         self.count = total
 
     def normalize(self, x):
-        """x (..., *shape) -> distance from the mean in deviations, clipped to 10 (M2), float32."""
+        """x (..., *shape) in standard deviations from the mean, clipped to 10 (M2), float32."""
         x = (x - self.mean) / np.sqrt(self.var + 1e-8)
         return np.minimum(np.maximum(x, -10.0), 10.0).astype(np.float32)
 
@@ -573,7 +573,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def act(self, obs):
-        """Arrays: obs float32 (n, obs_dim), normalised -> actions (n, action_dim)."""
+        """Arrays: obs float32 (n, obs_dim), as normalize_obs returns them -> actions (n, action_dim)."""
         obs = torch.from_numpy(obs).to(self.actor[0].bias.device)
         return self.actor(obs).cpu().numpy()
 
@@ -614,12 +614,15 @@ class ExplorationNoise:
 
 
 def as_tensors(device, **floats):
-    """Numbers -> float32 tensors by name: for each new float, the update would compile again."""
+    """Numbers as float32 tensors. A compiled function takes a new value of a tensor as it comes.
+
+    For each new float it would be compiled again.
+    """
     return {name: torch.tensor(x, device=device) for name, x in floats.items()}
 
 
 def call(module, params, *inputs):
-    """module(*inputs), with its parameters taken from the flat tensor params."""
+    """module(*inputs), with its weights taken from the flat tensor params: see FlatAdam."""
     by_name = {}
     sizes = [parameter.numel() for parameter in module.parameters()]
     for (name, parameter), chunk in zip(module.named_parameters(), params.split(sizes)):
@@ -628,10 +631,11 @@ def call(module, params, *inputs):
 
 
 class FlatAdam(nn.Module):
-    """Adam on the parameters of a module as one flat tensor, of which they become views.
+    """Adam on the weights of a module, joined into one flat tensor, params.
 
-    One step is then a few large operations, not many small ones for each layer. Make it after
-    module.to(device). It is an nn.Module for its state_dict(), which leaves params to the module.
+    The module's own parameters become views of it. A step is then a few large operations, not many
+    small ones for each layer. Make it after module.to(device). It is an nn.Module for its
+    state_dict(); params is not in there: the module saves the weights.
     """
 
     def __init__(self, module, eps, weight_decay=0.0):
@@ -692,7 +696,7 @@ class Learner(nn.Module):
         self.register_buffer("counts", torch.zeros_like(self.sums))
 
     def mean_metrics(self):
-        """Returns {name: mean}, of those that there are, and starts again."""
+        """Returns the means of the metrics that have values, by name, and clears them."""
         means = {}
         for name, total, count in zip(METRICS, self.sums.tolist(), self.counts.tolist()):
             if count > 0:
@@ -703,7 +707,7 @@ class Learner(nn.Module):
 
 
 def clip_grads(grads, max_norm):
-    """Flat gradients, scaled down to the norm max_norm where theirs is larger (G8)."""
+    """Scales flat gradients down to the norm max_norm if theirs is larger (G8)."""
     return grads * torch.clamp(max_norm / (grads.norm() + 1e-6), max=1.0)
 
 
@@ -752,13 +756,13 @@ def count_updates(step, args):
 
 
 def compile_or_not(function, args, device):
-    """Returns function, compiled if --compile is on and the machine has what that takes."""
+    """Returns function, compiled; with --no-compile, or without a working compiler, as it is."""
     if not args.compile:
         return function
     options = {}
     if device.type == "cpu":
-        # With a threshold of 4, powers of Adam's betas are computed once, not for every eight
-        # parameters
+        # Without the threshold, beta ** steps is computed again for every eight weights (a vector
+        # register), with it only once
         options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}
     try:  # on something small
         torch.compile(torch.sin, options=options)(torch.ones(1, device=device))
@@ -772,7 +776,8 @@ def compile_or_not(function, args, device):
 def evaluate(agent, normalizer, args, video_dir=None, stream=1):
     """Plays --eval-episodes episodes with no noise and frozen statistics.
 
-    The seeds are neither those of the training nor those of another stream.
+    stream picks the seeds, which are not the training's: 1 for the last evaluation, 2 for those
+    during the training.
     """
     if video_dir:
         video_dir = video_dir / "evaluation"
@@ -822,8 +827,8 @@ def read_flags(may_change):
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
     old_runs = [run for run in (args.resume, args.evaluate, args.init_from) if run is not None]
     check(len(old_runs) <= 1, "give only one of --resume, --evaluate and --init-from")
-    usable = args.evaluate is not None or args.init_from is not None
-    check(usable or not args.best, "--best needs --evaluate or --init-from")
+    takes_networks = args.evaluate is not None or args.init_from is not None
+    check(takes_networks or not args.best, "--best needs --evaluate or --init-from")
 
     is_new = args.resume is None and args.evaluate is None
     args.folder = new_folder(args) if is_new else Path(old_runs[0])
@@ -850,7 +855,7 @@ def read_flags(may_change):
 
 
 def refuse_computed_flags():
-    """Ends the program if the command line has flags that CleanRL shows, but computes."""
+    """Ends the program if a flag is given that CleanRL's --help shows, but that is computed."""
     own = {field.name for field in fields(Args)}
     for name in ("batch_size", "minibatch_size", "num_iterations"):
         flag = "--" + name.replace("_", "-")
@@ -894,9 +899,7 @@ def flags_of_old_run(args, saved, may_change):
 
 def lock(folder):
     """Locks a run's folder until this process ends, or ends the program if another one has it."""
-    descriptor = os.open(
-        folder / "lock", os.O_RDWR | os.O_CREAT, 0o666
-    )  # stays open, and so locked
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -927,15 +930,15 @@ def explain_error(folder, kind, error, trace):
 
     Any other error, such as a mistake in an environment, keeps its trace.
     """
-    writing = False
+    is_told = False
     if isinstance(error, OSError):
         numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EPIPE)
-        writing = error.errno in numbers
+        is_told = error.errno in numbers
         if isinstance(error.filename, str):
             path = Path(error.filename).absolute()
             own = folder.absolute()
-            writing = writing or path.is_relative_to(own) or own.is_relative_to(path)
-    if not writing:
+            is_told = is_told or path.is_relative_to(own) or own.is_relative_to(path)
+    if not is_told:
         sys.__excepthook__(kind, error, trace)
         return
     advice = "start the run again"
@@ -963,7 +966,8 @@ def report_evaluation(episodes, args):
     if returns:
         spread = f"{np.mean(returns):.1f} +- {np.std(returns):.1f}"
         line = f"evaluation: {spread} over {len(returns)} episodes, deterministic"
-        cut = sum(length >= args.eval_max_steps for length in lengths)
+        truncated = [episode for episode in episodes if episode.ended_by == "truncation"]
+        cut = sum(episode.length >= args.eval_max_steps for episode in truncated)
         if cut > 0:
             line += f"; {cut} of them ended by --eval-max-steps {args.eval_max_steps}"
         tqdm.write(line)  # the progress bar may be on the terminal
@@ -981,17 +985,20 @@ def random_states():
 
 
 def set_random_states(states):
+    """Sets what random_states has returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
 
 
 @contextmanager
-def random_states_kept():
-    """Whatever is drawn inside changes nothing afterwards."""
+def keep_random_states():
+    """Puts the generators back afterwards, so that an evaluation doesn't change the training."""
     states = random_states()
-    yield
-    set_random_states(states)
+    try:
+        yield
+    finally:
+        set_random_states(states)
 
 
 def tensors_in(state):
@@ -1039,9 +1046,9 @@ class Run:
         self.stop_signal = None
         self.can_wait = False  # whether a signal waits for the end of the iteration
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            ignored = signal.getsignal(signum) == signal.SIG_IGN
-            if signum != signal.SIGHUP or not ignored:  # nohup ignores it
-                signal.signal(signum, self.on_signal)
+            if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
+                continue  # started by nohup
+            signal.signal(signum, self.on_signal)
         if args.resume:
             self.leave_if_finished()
         elif not args.evaluate:
@@ -1058,7 +1065,8 @@ class Run:
         for path in self.folder.iterdir():
             is_of_run = path.name in files or path.name.startswith("events.")
             check(not is_of_run, f"{self.folder} has {path.name} of another run: {advice}")
-        describe = ["sh", "-c", "git describe --always --dirty"]  # empty outside a repository
+        # By sh, so that where there is no git it is empty, as outside a repository
+        describe = ["sh", "-c", "git describe --always --dirty"]
         git = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
         cuda = self.args.cuda and torch.cuda.is_available()
         versions = {package.name: package.version for package in distributions()}
@@ -1115,7 +1123,7 @@ class Run:
         set_random_states(state["random"])
 
     def keep_script(self):
-        """Keeps the text of this script in the folder, and each new text that a resume brings."""
+        """Keeps a copy of this script in the folder, and one more if a resume finds it changed."""
         text = Path(__file__).read_bytes()
         stem = Path(SCRIPT).stem
         texts = [
@@ -1158,7 +1166,7 @@ class Run:
         )
 
     def start_wandb(self):
-        """Starts W&B, which takes over what TensorBoard gets."""
+        """Starts W&B, which copies what TensorBoard gets."""
         import wandb
 
         try:
@@ -1191,7 +1199,8 @@ class Run:
         if not self.args.resume:
             self.save()  # before there are logs: a folder with logs has a checkpoint
         self.open_logs()
-        while self.stop_signal is None and self.global_step < self.total_steps:
+        done = self.global_step >= self.total_steps
+        while not done:
             self.iteration += 1
             yield self.iteration - 1
             self.can_wait = True
@@ -1220,8 +1229,10 @@ class Run:
             raise KeyboardInterrupt
         second_ctrl_c = signum == signal.SIGINT and self.stop_signal is not None
         if second_ctrl_c or not self.can_wait:
-            advice = f"--resume {self.folder} goes on from its last checkpoint, if there is one"
-            fail(f"stopped at once; {advice}", code=128 + signum)
+            advice = f"; --resume {self.folder} goes on from its last checkpoint, if there is one"
+            if self.args.evaluate:
+                advice = ""
+            fail(f"stopped at once{advice}", code=128 + signum)
         self.stop_signal = signum
 
     def save(self, name="checkpoint.pt"):
@@ -1230,7 +1241,8 @@ class Run:
             self.writer.flush()
             self.episodes_file.flush()
             self.wall_seconds = time.time() - self.start_time
-        self.log_sizes = {path.name: path.stat().st_size for path in self.folder.iterdir()}
+        files = [path for path in self.folder.iterdir() if path.is_file()]
+        self.log_sizes = {path.name: path.stat().st_size for path in files}
         checkpoint = {"script": SCRIPT, "args": asdict(self.args), "run": self.state_dict()}
         for part_name, part in self.parts.items():
             checkpoint[part_name] = part.state_dict()
@@ -1292,7 +1304,9 @@ class Run:
         """Writes the results of the last evaluation, which make the run a finished one."""
         if self.args.save_model:
             name = self.args.exp_name.replace("/", "-")
-            torch.save(self.parts["agent"].state_dict(), self.folder / f"{name}.cleanrl_model")
+            file = io.BytesIO()
+            torch.save(self.parts["agent"].state_dict(), file)
+            write_whole(self.folder / f"{name}.cleanrl_model", file.getvalue())
         write_whole(self.folder / "evaluation.json", json.dumps(results).encode())
         print(f"finished: everything is in {self.folder}")
 
@@ -1301,7 +1315,7 @@ class Run:
 
 
 # --------------------------------------------------------------------------------------------------
-# The training
+# Training
 # --------------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
@@ -1352,8 +1366,9 @@ if __name__ == "__main__":
         replay=replay,
         envs=envs,
     )
+    # These begin an episode, either by chance or because they could not be brought back
     just_reset = np.array([not env.actions for env in envs.envs])
-    noise.reset(just_reset)  # or could not be brought back
+    noise.reset(just_reset)
     normalizer.discounted_returns[just_reset] = 0.0
 
     coefs = as_tensors(
@@ -1404,7 +1419,7 @@ if __name__ == "__main__":
             means = learner.mean_metrics()
             run.log({f"losses/{name}": mean for name, mean in means.items()})
         if args.eval_interval > 0 and run.global_step % args.eval_interval < args.num_envs:
-            with random_states_kept():
+            with keep_random_states():
                 results = evaluate(agent, normalizer, args, stream=2)
             run.log_evaluation(results)
 

@@ -21,8 +21,8 @@
 Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the
 details of openai/baselines ppo2 that "The 37 Implementation Details of PPO" explains,
 https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
-Comments number them in an order of our own: G1 to G11 are general, M1 to M8 for MuJoCo, X1 and X3
-optional.
+Comments number them as docs/details.md of the repository does: G1 to G11 are general, M1 to M8
+for MuJoCo, X1 and X3 optional.
 Unlike in baselines, a time limit is not a termination; --no-bootstrap-truncated makes it one.
 Diff it against ppo.py or ppo_atari.py.
 
@@ -69,11 +69,11 @@ class Args:
     """All flags. The comments are what --help says."""
 
     exp_name: str = Path(__file__).stem  # name of the experiment, a part of the run's name
-    run_name: str | None = None  # folder under runs/, else ENV__EXPERIMENT__SEED__UNIXTIME
+    run_name: str | None = None  # folder in runs/ (default: ENV__EXPERIMENT__SEED__UNIXTIME)
     seed: int = 1  # seed of the networks, the action noise, the minibatches and the environments
     torch_deterministic: bool = True  # use deterministic cuDNN algorithms
     cuda: bool = True  # use a GPU where there is one
-    compile: bool = True  # compile the update (the first time half a minute or more)
+    compile: bool = True  # compile the update, which takes half a minute the first time
     num_threads: int = 0  # threads of PyTorch (0: chosen by the script)
     track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "plainrl"  # project at Weights & Biases
@@ -81,14 +81,14 @@ class Args:
     capture_video: bool = False  # film the evaluation and training episodes of one environment
     video_interval: int = 100  # film every N-th training episode
     save_model: bool = False  # write the final weights to EXPERIMENT.cleanrl_model too
-    checkpoint_interval: int = 10  # iterations between checkpoints
+    checkpoint_interval: int = 10  # iterations (a rollout and its update) between checkpoints
     eval_interval: int = 0  # iterations between evaluations during the training (0: none)
-    eval_episodes: int = 10  # episodes of an evaluation: deterministic actions, seeds of its own
+    eval_episodes: int = 10  # episodes of an evaluation, with deterministic actions and own seeds
     eval_max_steps: int = 100000  # steps after which an episode of an evaluation ends
     resume: str | None = None  # continue the run in this folder, exactly; its flags come with it
     evaluate: str | None = None  # play the policy of the run in this folder; its flags come with it
     init_from: str | None = None  # begin with the networks and statistics of the run in this folder
-    best: bool = False  # take that run's networks of its best evaluation, not its last ones
+    best: bool = False  # with --evaluate or --init-from: the networks of that run's best evaluation
 
     env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
     total_timesteps: int = 1000000  # steps of the run, all environments together
@@ -108,7 +108,7 @@ class Args:
     ent_coef: float = 0.0  # coefficient of the entropy
     vf_coef: float = 0.5  # coefficient of the value loss
     max_grad_norm: float = 0.5  # largest norm of the gradient, actor and critic together
-    target_kl: float | None = None  # an epoch whose approximate KL exceeds this is the last
+    target_kl: float | None = None  # no more epochs after one whose approximate KL exceeds this
     bootstrap_truncated: bool = True  # bootstrap where a time limit has cut an episode
     init_log_std: float = 0.0  # initial logarithm of the policy's standard deviation
 
@@ -116,7 +116,8 @@ class Args:
 def parse_args():
     """Returns the flags, and the checkpoint that --resume or --evaluate starts from, or None.
 
-    To the flags it adds folder, batch_size (steps of a rollout) and num_iterations.
+    To the flags it adds batch_size (steps of a rollout, all environments) and num_iterations;
+    read_flags has added folder.
     """
     args, saved = read_flags(may_change=["checkpoint_interval"])
     check(args.total_timesteps > 0, "--total-timesteps must be above 0")
@@ -150,7 +151,7 @@ def parse_args():
 
 
 class ClipAction(gym.ActionWrapper):
-    """Clips a flat action, (action_dim,), to the bounds of the environment (M8)."""
+    """Gives a flat action, (action_dim,), the environment's shape and clips it to the bounds (M8)."""
 
     def __init__(self, env):
         super().__init__(env)
@@ -166,7 +167,7 @@ class RecordVideo(gym.Wrapper):
     """Writes every interval-th episode to folder/episode-N.mp4, frame by frame.
 
     Gymnasium's own keeps all frames of an episode in memory: 700 MB for 1,000 steps of HalfCheetah.
-    The file begins with the first step, so that an episode that is never played has none.
+    The file is opened by the first step, so that a reset alone leaves none.
     """
 
     def __init__(self, env, folder, interval):
@@ -214,9 +215,9 @@ class ReplayEnv(gym.Wrapper):
     episode, and info["final_obs"] is the one that the reset has replaced (Gymnasium's SAME_STEP).
 
     Given a seed and actions, an environment always does the same. So it is saved as its last seed
-    and the actions since, which are played again to bring it back. It gets a new seed with the
-    first episode that starts at least steps_per_seed steps after the last seed. actions is empty
-    just then.
+    and the actions since, which are played again to bring it back. To keep them few, it gets a new
+    seed with the first episode that starts steps_per_seed steps or more after the last seed.
+    actions is empty right after a new seed, so also if it could not be brought back.
     """
 
     def __init__(self, env, steps_per_seed=1000):
@@ -224,7 +225,7 @@ class ReplayEnv(gym.Wrapper):
         self.steps_per_seed = steps_per_seed
 
     def reset(self, seed, options=None):
-        """Starts anew; seed determines this seed of the environment and all later ones."""
+        """Starts afresh; all seeds of the environment follow from this one."""
         self.seed = seed
         return self.reset_with_new_seed()
 
@@ -241,7 +242,7 @@ class ReplayEnv(gym.Wrapper):
         self.actions.append(action.copy())
         if len(self.actions) == 200 * self.steps_per_seed:
             advice = "give the environment a time limit, max_episode_steps of gymnasium.register"
-            print(f"an episode is so long that checkpoints grow and --resume is slow: {advice}")
+            print(f"an episode is so long that --resume, which replays it, is slow: {advice}")
         self.obs, reward, terminated, truncated, info = self.env.step(action)
         if terminated or truncated:
             info["final_obs"] = np.array(self.obs)  # a copy: the reset may write over it
@@ -273,7 +274,7 @@ class ReplayEnv(gym.Wrapper):
 
 
 def make_base_env(env_id, filmed):
-    """Makes and resets an environment; ends the program if there is none, or none to be filmed.
+    """Makes an environment; ends the program if it can't be made or, where filmed, rendered.
 
     A mistake in the code of an environment keeps its trace.
     """
@@ -331,7 +332,7 @@ def make_env(env_id, video_dir=None, video_interval=1, max_steps=None):
 class Episode(NamedTuple):
     """An episode that has ended."""
 
-    env: int
+    env: int  # index of the environment
     episode_return: float  # sum of the rewards as they came from the environment
     length: int
     ended_by: str  # "termination" or "truncation"
@@ -404,7 +405,7 @@ class RunningMeanStd:
         self.count = total
 
     def normalize(self, x):
-        """x (..., *shape) -> distance from the mean in deviations, clipped to 10 (M2), float32."""
+        """x (..., *shape) in standard deviations from the mean, clipped to 10 (M2), float32."""
         x = (x - self.mean) / np.sqrt(self.var + 1e-8)
         return np.minimum(np.maximum(x, -10.0), 10.0).astype(np.float32)
 
@@ -425,10 +426,10 @@ class VecNormalize:
     """Normalises what a VecEnv gives, as openai/baselines does (vec_env/vec_normalize.py).
 
     Observations: by obs_rms, which counts each current one once, those of resets too, but no final
-    ones (M1). An evaluation brings the obs_rms of the training, which it does not change.
+    ones (M1). Where obs_rms is given, for an evaluation, it is used but not changed.
     Rewards: by the standard deviation of the discounted return, which restarts at 0 after an
     episode (M3). obs: the current observations, float32 (num_envs, obs_dim). obs_rms
-    and return_rms are saved and brought back on their own, before this.
+    and return_rms are parts of a checkpoint of their own, and loaded before this.
     """
 
     def __init__(self, envs, gamma=0.99, obs_rms=None):
@@ -480,7 +481,7 @@ class VecNormalize:
         for i, env in enumerate(self.envs.envs):
             if not env.actions:  # it has just been reset, or could not be brought back
                 self.discounted_returns[i] = 0.0
-        self.obs = self.obs_rms.normalize(self.envs.obs.astype(np.float64))
+        self.obs = self.obs_rms.normalize(self.envs.obs)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -525,10 +526,11 @@ class Agent(nn.Module):
 
     def forward(self, obs, actions):
         """obs (n, obs_dim), actions (n, action_dim) -> logprobs, entropy, values, each (n,)."""
-        constant = 0.5 * math.log(2 * math.pi)
+        # The normal distribution written out, which takes less time than torch.distributions
+        log_sqrt_2pi = 0.5 * math.log(2 * math.pi)
         noise = (actions - self.actor_mean(obs)) / self.actor_logstd.exp()
-        logprobs = (-0.5 * noise**2 - self.actor_logstd - constant).sum(1)
-        entropy = (self.actor_logstd + 0.5 + constant).sum(1).expand(len(obs))
+        logprobs = (-0.5 * noise**2 - self.actor_logstd - log_sqrt_2pi).sum(1)
+        entropy = (self.actor_logstd + 0.5 + log_sqrt_2pi).sum(1).expand(len(obs))
         return logprobs, entropy, self.value(obs)
 
     def value(self, obs):
@@ -580,9 +582,9 @@ METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl",
 def rollout(agent, envs, num_steps):
     """Plays num_steps in each environment (G10).
 
-    Returns arrays (num_steps, num_envs, ...): float32 obs, actions as they were drawn, before they
-    are clipped, and rewards, bool terminations and truncations; and the episodes that ended, each
-    with its last step.
+    Returns arrays (num_steps, num_envs, ...): float32 obs, actions and rewards, bool terminations
+    and truncations; and for each episode that ended its last step in this rollout and the Episode.
+    The actions are those drawn, not yet clipped.
     """
     shape = (num_steps, *envs.obs.shape)
     obs = np.zeros(shape, np.float32)
@@ -629,12 +631,15 @@ def explained_variance(values, returns):
 
 
 def as_tensors(device, **floats):
-    """Numbers -> float32 tensors by name: for each new float, the update would compile again."""
+    """Numbers as float32 tensors. A compiled function takes a new value of a tensor as it comes.
+
+    For each new float it would be compiled again.
+    """
     return {name: torch.tensor(x, device=device) for name, x in floats.items()}
 
 
 def call(module, params, *inputs):
-    """module(*inputs), with its parameters taken from the flat tensor params."""
+    """module(*inputs), with its weights taken from the flat tensor params: see FlatAdam."""
     by_name = {}
     sizes = [parameter.numel() for parameter in module.parameters()]
     for (name, parameter), chunk in zip(module.named_parameters(), params.split(sizes)):
@@ -643,7 +648,7 @@ def call(module, params, *inputs):
 
 
 def ppo_loss(params, agent, batch, coefs, args):
-    """PPO's loss on a minibatch: returns it and METRICS, float32 (6,).
+    """PPO's loss on a minibatch: returns it and its metrics, float32 (6,).
 
     params: the agent's parameters as one flat tensor; batch: obs and actions as the agent takes
     them, and logprobs, advantages, returns, values (n,).
@@ -677,10 +682,11 @@ def ppo_loss(params, agent, batch, coefs, args):
 
 
 class FlatAdam(nn.Module):
-    """Adam on the parameters of a module as one flat tensor, of which they become views.
+    """Adam on the weights of a module, joined into one flat tensor, params.
 
-    One step is then a few large operations, not many small ones for each layer. Make it after
-    module.to(device). It is an nn.Module for its state_dict(), which leaves params to the module.
+    The module's own parameters become views of it. A step is then a few large operations, not many
+    small ones for each layer. Make it after module.to(device). It is an nn.Module for its
+    state_dict(); params is not in there: the module saves the weights.
     """
 
     def __init__(self, module, eps, weight_decay=0.0):
@@ -714,15 +720,16 @@ class FlatAdam(nn.Module):
 
 
 def clip_grads(grads, max_norm):
-    """Flat gradients, scaled down to the norm max_norm where theirs is larger (G8)."""
+    """Scales flat gradients down to the norm max_norm if theirs is larger (G8)."""
     return grads * torch.clamp(max_norm / (grads.norm() + 1e-6), max=1.0)
 
 
 def update_minibatches(optimizer, agent, batch, indices, coefs, args):
-    """A step of Adam for each row of indices (k, minibatch_size); returns the sum of METRICS."""
+    """A step of Adam for each row of indices (k, minibatch_size); returns sums of the metrics."""
     total = torch.zeros(len(METRICS), device=optimizer.params.device)
     for row in indices.unbind():
         minibatch = {name: x[row] for name, x in batch.items()}
+        # The weights as one tensor, so that there is one gradient to clip and to apply
         params = optimizer.params.detach().requires_grad_()
         loss, metrics = ppo_loss(params, agent, minibatch, coefs, args)
         (grads,) = torch.autograd.grad(loss, params)
@@ -732,9 +739,9 @@ def update_minibatches(optimizer, agent, batch, indices, coefs, args):
 
 
 def update(step_minibatches, optimizer, agent, batch, coefs, args):
-    """PPO's epochs over a batch; returns mean METRICS.
+    """PPO's epochs over a batch; returns the metrics, averaged over all minibatches.
 
-    step_minibatches: update_minibatches, which some scripts compile.
+    step_minibatches: update_minibatches, compiled or not.
     """
     # Two minibatches per call: compiled, they run faster than one; four compile for too long
     per_call = 2 if args.num_minibatches % 2 == 0 else 1
@@ -743,8 +750,8 @@ def update(step_minibatches, optimizer, agent, batch, coefs, args):
         indices = torch.randperm(len(batch["obs"])).view(args.num_minibatches, -1)  # G7
         indices = indices.to(optimizer.params.device)
         sums = []
-        for minibatches in indices.split(per_call):
-            sums.append(step_minibatches(optimizer, agent, batch, minibatches, coefs, args))
+        for rows in indices.split(per_call):
+            sums.append(step_minibatches(optimizer, agent, batch, rows, coefs, args))
         epochs.append(torch.stack(sums).sum(0) / args.num_minibatches)
         approx_kl = epochs[-1][METRICS.index("approx_kl")]
         if args.target_kl is not None and approx_kl > args.target_kl:  # X3
@@ -753,13 +760,13 @@ def update(step_minibatches, optimizer, agent, batch, coefs, args):
 
 
 def compile_or_not(function, args, device):
-    """Returns function, compiled if --compile is on and the machine has what that takes."""
+    """Returns function, compiled; with --no-compile, or without a working compiler, as it is."""
     if not args.compile:
         return function
     options = {}
     if device.type == "cpu":
-        # With a threshold of 4, powers of Adam's betas are computed once, not for every eight
-        # parameters
+        # Without the threshold, beta ** steps is computed again for every eight weights (a vector
+        # register), with it only once
         options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}
     try:  # on something small
         torch.compile(torch.sin, options=options)(torch.ones(1, device=device))
@@ -773,7 +780,8 @@ def compile_or_not(function, args, device):
 def evaluate(agent, obs_rms, args, video_dir=None, stream=1):
     """Plays --eval-episodes episodes with mean actions and frozen statistics.
 
-    The seeds are neither those of the training nor those of another stream.
+    stream picks the seeds, which are not the training's: 1 for the last evaluation, 2 for those
+    during the training.
     """
     if video_dir:
         video_dir = video_dir / "evaluation"
@@ -825,8 +833,8 @@ def read_flags(may_change):
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
     old_runs = [run for run in (args.resume, args.evaluate, args.init_from) if run is not None]
     check(len(old_runs) <= 1, "give only one of --resume, --evaluate and --init-from")
-    usable = args.evaluate is not None or args.init_from is not None
-    check(usable or not args.best, "--best needs --evaluate or --init-from")
+    takes_networks = args.evaluate is not None or args.init_from is not None
+    check(takes_networks or not args.best, "--best needs --evaluate or --init-from")
 
     is_new = args.resume is None and args.evaluate is None
     args.folder = new_folder(args) if is_new else Path(old_runs[0])
@@ -853,7 +861,7 @@ def read_flags(may_change):
 
 
 def refuse_computed_flags():
-    """Ends the program if the command line has flags that CleanRL shows, but computes."""
+    """Ends the program if a flag is given that CleanRL's --help shows, but that is computed."""
     own = {field.name for field in fields(Args)}
     for name in ("batch_size", "minibatch_size", "num_iterations"):
         flag = "--" + name.replace("_", "-")
@@ -897,9 +905,7 @@ def flags_of_old_run(args, saved, may_change):
 
 def lock(folder):
     """Locks a run's folder until this process ends, or ends the program if another one has it."""
-    descriptor = os.open(
-        folder / "lock", os.O_RDWR | os.O_CREAT, 0o666
-    )  # stays open, and so locked
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -930,15 +936,15 @@ def explain_error(folder, kind, error, trace):
 
     Any other error, such as a mistake in an environment, keeps its trace.
     """
-    writing = False
+    is_told = False
     if isinstance(error, OSError):
         numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EPIPE)
-        writing = error.errno in numbers
+        is_told = error.errno in numbers
         if isinstance(error.filename, str):
             path = Path(error.filename).absolute()
             own = folder.absolute()
-            writing = writing or path.is_relative_to(own) or own.is_relative_to(path)
-    if not writing:
+            is_told = is_told or path.is_relative_to(own) or own.is_relative_to(path)
+    if not is_told:
         sys.__excepthook__(kind, error, trace)
         return
     advice = "start the run again"
@@ -966,7 +972,8 @@ def report_evaluation(episodes, args):
     if returns:
         spread = f"{np.mean(returns):.1f} +- {np.std(returns):.1f}"
         line = f"evaluation: {spread} over {len(returns)} episodes, deterministic"
-        cut = sum(length >= args.eval_max_steps for length in lengths)
+        truncated = [episode for episode in episodes if episode.ended_by == "truncation"]
+        cut = sum(episode.length >= args.eval_max_steps for episode in truncated)
         if cut > 0:
             line += f"; {cut} of them ended by --eval-max-steps {args.eval_max_steps}"
         tqdm.write(line)  # the progress bar may be on the terminal
@@ -984,17 +991,20 @@ def random_states():
 
 
 def set_random_states(states):
+    """Sets what random_states has returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
 
 
 @contextmanager
-def random_states_kept():
-    """Whatever is drawn inside changes nothing afterwards."""
+def keep_random_states():
+    """Puts the generators back afterwards, so that an evaluation doesn't change the training."""
     states = random_states()
-    yield
-    set_random_states(states)
+    try:
+        yield
+    finally:
+        set_random_states(states)
 
 
 def tensors_in(state):
@@ -1042,9 +1052,9 @@ class Run:
         self.stop_signal = None
         self.can_wait = False  # whether a signal waits for the end of the iteration
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            ignored = signal.getsignal(signum) == signal.SIG_IGN
-            if signum != signal.SIGHUP or not ignored:  # nohup ignores it
-                signal.signal(signum, self.on_signal)
+            if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
+                continue  # started by nohup
+            signal.signal(signum, self.on_signal)
         if args.resume:
             self.leave_if_finished()
         elif not args.evaluate:
@@ -1061,7 +1071,8 @@ class Run:
         for path in self.folder.iterdir():
             is_of_run = path.name in files or path.name.startswith("events.")
             check(not is_of_run, f"{self.folder} has {path.name} of another run: {advice}")
-        describe = ["sh", "-c", "git describe --always --dirty"]  # empty outside a repository
+        # By sh, so that where there is no git it is empty, as outside a repository
+        describe = ["sh", "-c", "git describe --always --dirty"]
         git = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
         cuda = self.args.cuda and torch.cuda.is_available()
         versions = {package.name: package.version for package in distributions()}
@@ -1118,7 +1129,7 @@ class Run:
         set_random_states(state["random"])
 
     def keep_script(self):
-        """Keeps the text of this script in the folder, and each new text that a resume brings."""
+        """Keeps a copy of this script in the folder, and one more if a resume finds it changed."""
         text = Path(__file__).read_bytes()
         stem = Path(SCRIPT).stem
         texts = [
@@ -1161,7 +1172,7 @@ class Run:
         )
 
     def start_wandb(self):
-        """Starts W&B, which takes over what TensorBoard gets."""
+        """Starts W&B, which copies what TensorBoard gets."""
         import wandb
 
         try:
@@ -1194,7 +1205,8 @@ class Run:
         if not self.args.resume:
             self.save()  # before there are logs: a folder with logs has a checkpoint
         self.open_logs()
-        while self.stop_signal is None and self.global_step < self.total_steps:
+        done = self.global_step >= self.total_steps
+        while not done:
             self.iteration += 1
             yield self.iteration - 1
             self.can_wait = True
@@ -1223,8 +1235,10 @@ class Run:
             raise KeyboardInterrupt
         second_ctrl_c = signum == signal.SIGINT and self.stop_signal is not None
         if second_ctrl_c or not self.can_wait:
-            advice = f"--resume {self.folder} goes on from its last checkpoint, if there is one"
-            fail(f"stopped at once; {advice}", code=128 + signum)
+            advice = f"; --resume {self.folder} goes on from its last checkpoint, if there is one"
+            if self.args.evaluate:
+                advice = ""
+            fail(f"stopped at once{advice}", code=128 + signum)
         self.stop_signal = signum
 
     def save(self, name="checkpoint.pt"):
@@ -1233,7 +1247,8 @@ class Run:
             self.writer.flush()
             self.episodes_file.flush()
             self.wall_seconds = time.time() - self.start_time
-        self.log_sizes = {path.name: path.stat().st_size for path in self.folder.iterdir()}
+        files = [path for path in self.folder.iterdir() if path.is_file()]
+        self.log_sizes = {path.name: path.stat().st_size for path in files}
         checkpoint = {"script": SCRIPT, "args": asdict(self.args), "run": self.state_dict()}
         for part_name, part in self.parts.items():
             checkpoint[part_name] = part.state_dict()
@@ -1295,7 +1310,9 @@ class Run:
         """Writes the results of the last evaluation, which make the run a finished one."""
         if self.args.save_model:
             name = self.args.exp_name.replace("/", "-")
-            torch.save(self.parts["agent"].state_dict(), self.folder / f"{name}.cleanrl_model")
+            file = io.BytesIO()
+            torch.save(self.parts["agent"].state_dict(), file)
+            write_whole(self.folder / f"{name}.cleanrl_model", file.getvalue())
         write_whole(self.folder / "evaluation.json", json.dumps(results).encode())
         print(f"finished: everything is in {self.folder}")
 
@@ -1304,7 +1321,7 @@ class Run:
 
 
 # --------------------------------------------------------------------------------------------------
-# The training
+# Training
 # --------------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
@@ -1342,7 +1359,7 @@ if __name__ == "__main__":
     )
     step_minibatches = compile_or_not(update_minibatches, args, device)
 
-    for iteration in run.iterations():
+    for iteration in run.iterations():  # counted from 0
         remaining = 1.0 - iteration / args.num_iterations
         lr = args.learning_rate * (remaining if args.anneal_lr else 1.0)  # G6
         clip_coef = args.clip_coef * (remaining if args.anneal_clip else 1.0)  # X1
@@ -1371,7 +1388,8 @@ if __name__ == "__main__":
         values = batch["values"].cpu().numpy().reshape(rewards.shape)
         bootstrap_values = bootstrap_values.cpu().numpy()
 
-        # A step's next value is the next step's, except at the rollout's and at an episode's end
+        # A step's next value is that of the following step; after the rollout's last step, of the
+        # current observations; where an episode ended, of its final observation
         last_values, final_values = np.split(bootstrap_values, [args.num_envs])
         next_values = np.concatenate((values[1:], last_values[None]))
         for (step, episode), final_value in zip(episodes, final_values):
@@ -1397,7 +1415,7 @@ if __name__ == "__main__":
         scalars["charts/learning_rate"] = coefs["lr"]
         run.log(scalars)
         if args.eval_interval > 0 and run.iteration % args.eval_interval == 0:
-            with random_states_kept():
+            with keep_random_states():
                 results = evaluate(agent, envs.obs_rms, args, stream=2)
             run.log_evaluation(results)
 
