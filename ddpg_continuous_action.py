@@ -573,7 +573,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def act(self, obs):
-        """Arrays: obs float32 (n, obs_dim), as normalize_obs returns them -> actions (n, action_dim)."""
+        """Arrays: what normalize_obs returns, (n, obs_dim) -> actions (n, action_dim)."""
         obs = torch.from_numpy(obs).to(self.actor[0].bias.device)
         return self.actor(obs).cpu().numpy()
 

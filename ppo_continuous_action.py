@@ -151,7 +151,7 @@ def parse_args():
 
 
 class ClipAction(gym.ActionWrapper):
-    """Gives a flat action, (action_dim,), the environment's shape and clips it to the bounds (M8)."""
+    """Clips a flat action, (action_dim,), to the bounds, and gives it its shape (M8)."""
 
     def __init__(self, env):
         super().__init__(env)
