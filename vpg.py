@@ -39,7 +39,9 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 import zipfile
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -243,6 +245,7 @@ class ReplayEnv(gym.Wrapper):
         sequence = np.random.SeedSequence((self.seed, self.first_episode))
         (seed,) = sequence.generate_state(1)
         self.obs, info = self.env.reset(seed=int(seed))
+        self.shape = np.shape(self.obs)
         return self.obs, info
 
     def step(self, action):
@@ -251,6 +254,8 @@ class ReplayEnv(gym.Wrapper):
             advice = "give the environment a time limit, max_episode_steps of gymnasium.register"
             print(f"an episode is so long that --resume, which replays it, is slow: {advice}")
         self.obs, reward, terminated, truncated, info = self.env.step(action)
+        if np.shape(self.obs) != self.shape:  # NumPy would spread it over its row without a word
+            raise ValueError(f"an observation of shape {np.shape(self.obs)} after {self.shape}")
         if terminated or truncated:
             info["final_obs"] = np.array(self.obs)  # a copy: the reset may write over it
             game_over = "episode" in info  # in Atari, a lost life is the end of an episode, too
@@ -285,6 +290,8 @@ def make_base_env(env_id, filmed):
 
     A mistake in the code of an environment keeps its trace.
     """
+    is_id = env_id.count(":") <= 1 and not env_id.startswith((":", "."))
+    check(is_id, f"{env_id} is no id of an environment, such as CartPole-v1 or my_envs:MyEnv-v0")
     name = env_id
     options = {}
     expected = (gym.error.Error, ImportError)
@@ -680,6 +687,7 @@ def evaluate(agent, args, video_dir=None, stream=1):
 # --------------------------------------------------------------------------------------------------
 
 SCRIPT = Path(__file__).name
+SCRIPT_TEXT = Path(__file__).read_bytes()  # now, before somebody edits it
 
 
 def fail(message, code=2):
@@ -706,7 +714,7 @@ def read_flags(may_change):
     those in may_change among them. args.folder is the folder of the run.
     """
     refuse_computed_flags()
-    sys.path.append(os.getcwd())  # for a module there: --env-id my_envs:MyEnv-v0
+    sys.path.append("")  # the current folder, for a module there: --env-id my_envs:MyEnv-v0
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
     old_runs = [run for run in (args.resume, args.evaluate, args.init_from) if run is not None]
     check(len(old_runs) <= 1, "give only one of --resume, --evaluate and --init-from")
@@ -715,8 +723,9 @@ def read_flags(may_change):
 
     is_new = args.resume is None and args.evaluate is None
     args.folder = new_folder(args) if is_new else Path(old_runs[0])
-    sys.excepthook = partial(explain_error, args.folder)
-    if args.resume is not None and args.folder.is_dir():
+    sys.excepthook = partial(explain_error, args)
+    threading.excepthook = partial(explain_error_of_thread, args)
+    if args.resume is not None and (args.folder / "checkpoint.pt").is_file():
         lock(args.folder)
     saved = None
     if old_runs:
@@ -752,7 +761,7 @@ def new_folder(args):
     if name is None:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
         name = name.replace("/", "-").replace(":", "-")
-    is_name = name == Path(name).name and name not in ("", "..")
+    is_name = name == Path(name).name and name not in ("", "..") and name.isprintable()
     check(is_name, "--run-name must be the name of a folder in runs/, not a path")
     return Path("runs", name)
 
@@ -787,7 +796,8 @@ def lock(folder):
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         in_use = error.errno in (errno.EACCES, errno.EAGAIN)
-        check(not in_use, f"{folder} is in use by another process: stop that one, or wait for it")
+        advice = "stop that one, wait for it, or choose another --run-name"
+        check(not in_use, f"{folder} is in use by another process: {advice}")
         print(f"{folder} can't be locked ({error.strerror}): don't start this run twice")
 
 
@@ -808,28 +818,34 @@ def load_checkpoint(path):
         fail(f"{path} is missing, damaged, or not of this {SCRIPT} ({one_line(error)})")
 
 
-def explain_error(folder, kind, error, trace):
+def explain_error(args, kind, error, trace):
     """sys.excepthook: tells in a sentence that a run's folder, the disk or a pipe fails.
 
     Any other error, such as a mistake in an environment, keeps its trace.
     """
+    numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EPIPE)
+    functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(trace)]
     is_told = False
-    if isinstance(error, OSError):
-        numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EPIPE)
+    if isinstance(error, OSError) and not {"make_env", "reset", "step"} & set(functions):
         is_told = error.errno in numbers
         if isinstance(error.filename, str):
             path = Path(error.filename).absolute()
-            own = folder.absolute()
-            is_told = is_told or path.is_relative_to(own) or own.is_relative_to(path)
+            folder = args.folder.absolute()
+            is_told = is_told or path.is_relative_to(folder) or folder.is_relative_to(path)
     if not is_told:
         sys.__excepthook__(kind, error, trace)
         return
-    advice = "start the run again"
-    if os.path.exists(folder / "checkpoint.pt"):
-        advice = f"go on with --resume {folder}"
+    advice = "start it again"
+    if args.evaluate is None and os.path.exists(args.folder / "checkpoint.pt"):
+        advice = f"go on with --resume {args.folder}"
     print(f"error: can't write ({error}): fix it, then {advice}", file=sys.stderr)
     if error.errno == errno.EPIPE:  # Python would complain again when it flushes stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def explain_error_of_thread(args, hook_args):
+    """threading.excepthook: the same, for the thread that writes TensorBoard's file."""
+    explain_error(args, hook_args.exc_type, hook_args.exc_value, hook_args.exc_traceback)
 
 
 def write_whole(path, data):
@@ -981,9 +997,11 @@ class Run:
         try:
             for name, part in parts.items():
                 part.load_state_dict(self.saved[name])
+            if self.args.evaluate:  # the last evaluation again, if environments draw from these
+                set_random_states(self.saved["run"]["random"])
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             source = self.args.init_from or self.folder
-            advice = "it is damaged, of another version, or of a run with other sizes"
+            advice = "it is of a run with other sizes, of another version, or damaged"
             fail(f"the checkpoint in {source} doesn't fit ({one_line(error)}): {advice}")
 
     def restore(self, **parts):
@@ -1007,7 +1025,6 @@ class Run:
 
     def keep_script(self):
         """Keeps a copy of this script in the folder, and one more if a resume finds it changed."""
-        text = Path(__file__).read_bytes()
         stem = Path(SCRIPT).stem
         texts = [
             path
@@ -1015,13 +1032,13 @@ class Run:
             if path.name.startswith(stem) and path.suffix == ".py"
         ]
         if not texts:
-            write_whole(self.folder / SCRIPT, text)
+            write_whole(self.folder / SCRIPT, SCRIPT_TEXT)
             return
         last = max(texts, key=os.path.getmtime)
-        if last.read_bytes() != text:
+        if last.read_bytes() != SCRIPT_TEXT:
             new = self.folder / f"{stem}.{self.global_step}.py"
             print(f"{SCRIPT} has changed since this run began: its new text is kept as {new}")
-            write_whole(new, text)
+            write_whole(new, SCRIPT_TEXT)
 
     def open_logs(self):
         """Opens the logs. What was logged after the checkpoint is cut off: it will come again."""

@@ -773,3 +773,20 @@ def test_pendulum_is_learned(run_script, seed):
     )
     result = json.loads(Path("runs/learned/evaluation.json").read_text())
     assert np.mean(result["returns"]) > -200
+
+
+def test_noise_is_in_units_of_the_action_range(run_script):
+    """The same from -1 to 3 as from 0 to 0.5, in the units in which actions are stored."""
+    ran = run_script(
+        SCRIPT,
+        *QUICK,
+        *("--env-id", "StampedSlanted-v0", "--total-timesteps", "100", "--learning-starts", "99"),
+        *("--random-steps", "0", "--exploration-noise", "0.02", "--seed", "5"),
+    )
+    obs, actions = stored(ran)[:2]
+    torch.manual_seed(5)
+    agent = ddpg.Agent(3, 2, (8, 8))  # the policy before its only update
+    with torch.no_grad():
+        noise = actions - agent.actor(torch.tensor(obs)).numpy()
+    expected = 0.02 * np.random.RandomState(5).standard_normal((100, 1, 2))
+    np.testing.assert_allclose(noise, expected, atol=1e-6)

@@ -691,6 +691,7 @@ def test_learning_rate_and_clip_range_fall_to_an_nth(run_script):
     annealed = {"lr": 2.5e-4 / 2, "clip_coef": 0.05}
     coefs = {"ent_coef": 0.02, "vf_coef": 0.3, "max_grad_norm": 0.7} | annealed
     assert {name: x.item() for name, x in module.coefs.items()} == pytest.approx(coefs)
+    assert module.optimizer.eps == 1e-5, "G11"
 
 
 def test_evaluation_counts_games_not_lives():
@@ -897,3 +898,9 @@ def test_bad_input_is_refused_with_one_sentence(flags, words, refused, monkeypat
     assert words in error
     assert error.startswith("error:")
     assert error.count("\n") == 1
+
+
+def test_x1_x3_are_off_by_default():
+    args = ppo.Args()
+    assert not args.anneal_clip
+    assert args.target_kl is None
