@@ -9,7 +9,7 @@ train: .venv/installed
 	$(RUN) ppo_continuous_action.py
 
 test: lint
-	$(RUN) -m pytest -q -n 2 --dist loadfile tests
+	$(RUN) -m pytest -q -n 2 --dist loadgroup tests
 
 test-engines: .venv/installed
 	$(RUN) -m pip install --quiet --requirement requirements-sweep.txt

@@ -9,24 +9,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import Server, leaves  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
-def leaves(x, name=""):
-    """Nested containers -> {path: value}, a tensor as its type, shape and bytes."""
-    if isinstance(x, torch.Tensor):
-        return {name: (str(x.dtype), tuple(x.shape), x.contiguous().cpu().numpy().tobytes())}
-    if isinstance(x, dict):
-        items = x.items()
-    elif isinstance(x, (list, tuple)):
-        items = enumerate(x)
-    else:
-        return {name: x}
-    found = {}
-    for key, value in items:
-        found |= leaves(value, f"{name}/{key}")
-    return found
+def pytest_collection_modifyitems(items):
+    """Groups for pytest -n 2 --dist loadgroup: a file, but of test_behaviour.py a script."""
+    for item in items:
+        group = item.path.stem
+        if group == "test_behaviour":
+            group = item.callspec.params["script"]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture(scope="session")
+def server():
+    """A process that has done the imports and forks for every command line."""
+    server = Server()
+    yield server
+    server.close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,75 +1,25 @@
 """ddpg_continuous_action.py as its user meets it, in what it has of its own.
 
 That is its main block, and its replay buffer in a file. What it shares with
-ppo_continuous_action.py is tested in test_runs.py, whose toy environment is used here, too.
-
-Every run is a fork of one process that has done the imports: they take longer than most runs.
+ppo_continuous_action.py is tested in test_runs.py, whose toy environment is used here, too; what it
+shares with all scripts, in test_behaviour.py.
 """
 
 import json
-import os
+import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import test_runs
 import torch
-from conftest import leaves
+from processes import RUN, contents, differences, events, leaves, load_checkpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_runs import (
-    RUN,
-    assert_fails,
-    assert_videos,
-    contents,
-    episode_rows,
-    events,
-    load_checkpoint,
-)
+from test_runs import assert_fails, assert_videos
 
 SCRIPT = Path(__file__).resolve().parents[1] / "ddpg_continuous_action.py"
-
-SERVER = '''
-"""Runs a command line for each line of stdin, in a fork; answers with its exit code."""
-
-import gc
-import json
-import os
-import resource
-import runpy
-import signal
-import sys
-
-import gymnasium
-import imageio.v2
-import torch
-import torch._dynamo
-import torch.utils.tensorboard
-import tqdm
-import tyro
-
-gc.freeze()  # a fork that looks for garbage would copy the memory of the imports
-for line in sys.stdin:
-    script, cwd, argv, env, limit = json.loads(line)
-    if os.fork() == 0:
-        signal.alarm(300)
-        os.chdir(cwd)
-        os.environ.clear()
-        os.environ.update(env)
-        sys.path.insert(0, cwd)
-        sys.argv = [script, *argv]
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for descriptor, name in (1, "stdout"), (2, "stderr"):
-            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        runpy.run_path(script, run_name="__main__")
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-'''
 
 TOYS = '''
 import shutil
@@ -114,30 +64,16 @@ ACTION = slice(3, 5)  # columns of replay.bin
 
 
 @pytest.fixture(scope="module")
-def run():
+def run(server):
     """run(cwd, flags): runs the script to its end in the folder cwd, and returns what it gave."""
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVER],
-        env=variables,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
 
     def run(cwd, flags, script=SCRIPT, limit=None, **options):
         """limit: bytes that a file may have. options: as for test_runs.prepare."""
         command, env = test_runs.prepare(cwd, flags, **options)
-        (cwd / "toys.py").write_text(TOYS)
-        line = json.dumps([str(script), str(cwd), command[2:], env, limit])
-        print(line, file=server.stdin, flush=True)
-        code = int(server.stdout.readline())
-        output = [(cwd / name).read_text() for name in ("stdout", "stderr")]
-        return subprocess.CompletedProcess(command, code, *output)
+        (cwd / "ddpg_toys.py").write_text(TOYS)
+        return server.run(script, cwd, shlex.join(command[2:]), limit=limit, **env)
 
-    yield run
-    server.stdin.close()
-    assert server.wait(timeout=60) == 0
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -179,13 +115,6 @@ def transitions(run_dir, count, size=100):
     return rows[np.arange(max(count - size, 0), count) % len(rows)]
 
 
-def differences(run_dir, other_dir):
-    """Names of what two runs differ in: checkpoint, replay buffer, logs and evaluation."""
-    names = test_runs.differences(run_dir, other_dir)
-    a, b = (transitions(path, num_steps(path)) for path in (run_dir, other_dir))
-    return names + ["replay.bin"] * (a.tobytes() != b.tobytes())
-
-
 def num_steps(run_dir):
     """Steps of the checkpoint."""
     return load_checkpoint(run_dir)["run"]["global_step"]
@@ -219,33 +148,6 @@ def test_config_and_model(succeed, tmp_path):
     assert leaves(dict(model), "") == leaves(dict(load_checkpoint(tmp_path / RUN)["agent"]), "")
 
 
-def test_same_seed_same_bits(whole, succeed, tmp_path):
-    succeed(tmp_path, TOY_RUN)
-    assert differences(whole, tmp_path / RUN) == []
-
-
-def test_checkpoint_interval_changes_nothing(whole, succeed, tmp_path):
-    """But the checkpoints, and the spare rows of the buffer."""
-    succeed(tmp_path, f"{TOY_RUN} --checkpoint-interval 1000")
-    assert differences(whole, tmp_path / RUN) == []
-
-
-def test_other_seed_other_run(run, tmp_path):
-    """Other weights from the start, other random actions, other environments."""
-    found = []
-    for seed in 1, 2:
-        flags = f"{SHORT_RUN} --seed {seed} --run-name {seed}"
-        assert run(tmp_path, flags, fault="SIGKILL 5").returncode == -signal.SIGKILL
-        run_dir = tmp_path / "runs" / str(seed)
-        found.append((load_checkpoint(run_dir), transitions(run_dir, 4)))
-    (a, a_rows), (b, b_rows) = found
-    assert a["run"]["global_step"] == b["run"]["global_step"] == 0
-    assert all((x != b["agent"][name]).any() for name, x in a["agent"].items())
-    assert (a_rows[:, :2] != b_rows[:, :2]).all()  # observations
-    assert (a_rows[:, ACTION] != b_rows[:, ACTION]).all()
-    assert len({env["seed"] for saved in (a, b) for env in saved["envs"]["envs"]}) == 4
-
-
 # The toy's steps in a process, of which evaluations and the replay of a resumed run have a share,
 # and the step of the checkpoint that each kill leaves
 MOMENTS = {
@@ -275,16 +177,6 @@ def test_resume_after_kill(whole, run, succeed, tmp_path, faults):
     assert "can't be brought back" not in result.stdout
 
 
-def test_resume_after_kill_in_last_evaluation(whole, run, succeed, tmp_path):
-    """All is learned, evaluation.json is missing: it is made."""
-    # 500 steps, evaluations of 28 steps at 250 and 500, and then the last one's third step
-    assert run(tmp_path, TOY_RUN, fault="SIGKILL 559").returncode == -signal.SIGKILL
-    assert list(scalars(tmp_path / RUN, "eval/episodic_return")) == [250, 500]
-    assert num_steps(tmp_path / RUN) == 500 and not (tmp_path / RUN / "evaluation.json").exists()
-    succeed(tmp_path, f"--resume {RUN}")
-    assert differences(whole, tmp_path / RUN) == []
-
-
 def test_kill_before_first_checkpoint(whole, run, succeed, tmp_path):
     """Nothing is lost and nothing is in the way: the same command starts the run."""
     (tmp_path / RUN).mkdir(parents=True)
@@ -292,13 +184,6 @@ def test_kill_before_first_checkpoint(whole, run, succeed, tmp_path):
     (tmp_path / RUN / "checkpoint.tmp").write_bytes(b"half a checkpoint")
     assert_refused(run(tmp_path, f"--resume {RUN}"), "checkpoint.pt", "missing")
     succeed(tmp_path, TOY_RUN)
-    assert differences(whole, tmp_path / RUN) == []
-
-
-def test_kill_in_first_iteration(whole, run, succeed, tmp_path):
-    assert run(tmp_path, TOY_RUN, fault="SIGKILL 1").returncode == -signal.SIGKILL
-    assert num_steps(tmp_path / RUN) == 0
-    succeed(tmp_path, f"--resume {RUN}")
     assert differences(whole, tmp_path / RUN) == []
 
 
@@ -347,14 +232,6 @@ def test_evaluate(whole, succeed, tmp_path):
     assert contents(run_dir) == before
 
 
-def test_evaluate_of_an_unfinished_run(stopped, succeed, tmp_path):
-    """Plays the policy of the checkpoint and writes nothing."""
-    (stopped / "replay.bin").unlink()
-    before = contents(stopped)
-    assert "over 3 episodes" in succeed(tmp_path, f"--evaluate {RUN}").stdout
-    assert contents(stopped) == before
-
-
 @pytest.mark.parametrize("change", ["missing", "shorter", "longer", "folder"])
 def test_damaged_replay_buffer(stopped, run, tmp_path, change):
     path = stopped / "replay.bin"
@@ -397,7 +274,7 @@ BAD_INPUT = {
         "memory",
         "--buffer-size",
     ),
-    "unbounded-actions": ("--env-id toys:ToyUnbounded-v0", "ToyUnbounded-v0", "finite bounds"),
+    "unbounded-actions": ("--env-id ddpg_toys:ToyUnbounded-v0", "ToyUnbounded-v0", "finite bounds"),
     "discrete-actions": ("--env-id CartPole-v1", "CartPole-v1", "Discrete", "Box"),
     "unknown-env": ("--env-id HalfCheeta-v5", "can't make HalfCheeta-v5"),
     "gamma": ("--gamma 2", "--gamma must"),
@@ -469,19 +346,6 @@ def test_zeros_and_ones_are_accepted(succeed, tmp_path):
     torch.testing.assert_close(targets, flat(saved["agent"]), rtol=1e-6, atol=1e-7)
     assert saved["learner"]["actor_optimizer.steps"] == 20
     assert saved["learner"]["critic_optimizer.steps"] == 20
-
-
-def test_resume_with_other_flags(stopped, run, tmp_path):
-    """They are named, with the values that the run has."""
-    before = contents(stopped)
-    flags = (
-        "--noise-type gaussian --hidden-sizes 8 --buffer-size 101 --checkpoint-interval 50"
-        " --gamma 0.99"
-    )
-    result = run(tmp_path, f"--resume {RUN} {flags}")
-    words = ("noise_type = ou", "hidden_sizes = (16, 16)", "buffer_size = 100")
-    assert_refused(result, *words, "checkpoint_interval = 40")
-    assert "gamma" not in result.stderr and contents(stopped) == before
 
 
 @pytest.mark.parametrize("flag", ["resume", "evaluate"])
@@ -593,29 +457,6 @@ def test_evaluation_where_a_multiple_of_its_interval_is_passed(succeed, tmp_path
     assert list(scalars(tmp_path / RUN, "eval/episodic_return")) == [201, 402, 600]
 
 
-def test_episodes_file(whole):
-    """Both ways to end, and the step of the run at which each episode ended."""
-    rows = episode_rows(whole)
-    assert list(rows[0]) == ["global_step", "wall_seconds", "env", "return", "length", "ended_by"]
-    assert {row["env"] for row in rows} == {"0", "1"}
-    for row in rows:
-        odd = int(row["length"]) % 2 == 1
-        assert row["ended_by"] == ("termination" if odd else "truncation")
-    for env in "01":  # an environment's k-th step is step 2 k of the run
-        mine = [row for row in rows if row["env"] == env]
-        ends = 2 * np.cumsum([int(row["length"]) for row in mine])
-        assert [int(row["global_step"]) for row in mine] == ends.tolist()
-        assert 0 <= 500 - ends[-1] < 2 * 17  # the episode that was cut
-    walls = [float(row["wall_seconds"]) for row in rows]
-    assert walls == sorted(walls) and walls[-1] > 0
-    for tag, column in zip(EPISODES, ("return", "length")):
-        logged = sorted((step, value) for name, step, value in events(whole) if name == tag)
-        written = sorted((int(row["global_step"]), float(row[column])) for row in rows)
-        assert [step for step, _ in logged] == [step for step, _ in written]
-        values = [value for _, value in written]
-        assert [value for _, value in logged] == pytest.approx(values, rel=1e-6)
-
-
 def test_videos(whole, succeed, tmp_path):
     """Of training episodes and of the last evaluation; the run is the same to the bit."""
     succeed(tmp_path, TOY_RUN + " --capture-video --video-interval 10")
@@ -626,7 +467,7 @@ def test_videos(whole, succeed, tmp_path):
 def test_compilation(succeed, tmp_path):
     """Learns the same to rounding, and a resumed run is the same to the bit."""
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    flags = SHORT_RUN.replace("toy:Toy-v0", "toys:ToyCopied-v0") + " --policy-frequency 1"
+    flags = SHORT_RUN.replace("toy:Toy-v0", "ddpg_toys:ToyCopied-v0") + " --policy-frequency 1"
     if "without compilation" in succeed(tmp_path, flags, compiled=True, **cache).stdout:
         pytest.skip("no C++ compiler here")
     assert num_steps(tmp_path / "runs/copy") == 80

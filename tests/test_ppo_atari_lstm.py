@@ -6,9 +6,7 @@ and the update, is tested there; its wrappers play as those of ppo_atari.py.
 
 import json
 import math
-import os
 import re
-import signal
 
 import gymnasium as gym
 import imageio.v2 as imageio
@@ -113,28 +111,6 @@ def outputs_by_steps(agent, batch):
     policy = Categorical(logits=agent.actor(hidden))
     logprobs = policy.log_prob(batch["actions"])
     return logprobs.T, policy.entropy().T, agent.critic(hidden).squeeze(2).T
-
-
-def test_defaults_are_those_of_ppo_atari_and_the_details():
-    expected = {
-        "env_id": "BreakoutNoFrameskip-v4",
-        "total_timesteps": 10_000_000,
-        "num_envs": 8,
-        "num_steps": 128,
-        "num_minibatches": 4,
-        "update_epochs": 4,
-        "clip_coef": 0.1,
-        "learning_rate": 2.5e-4,
-        "ent_coef": 0.01,
-        "vf_coef": 0.5,
-        "max_grad_norm": 0.5,
-        "cell": "lstm",
-        "hidden_size": 128,
-        "memory": True,
-        "bootstrap_truncated": True,
-    }
-    args = ppo.Args()
-    assert {name: getattr(args, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("cell, gates", [("lstm", 4), ("gru", 3), ("rnn", 1)])
@@ -477,42 +453,6 @@ BOTH = pytest.mark.parametrize(
 TINY = (
     "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --no-cuda --eval-episodes 1"
 ).split()
-
-
-@BOTH
-def test_a_reward_that_is_nan_ends_the_run_and_leaves_the_last_good_checkpoint(
-    run_script, capsys, script, more
-):
-    game = ["--env-id", "LstmNanNoFrameskip-v4", "--total-timesteps", "96", "--run-name", "run"]
-    run_script(script.__file__, *TINY, *more, *game, "--checkpoint-interval", "1", code=1)
-    assert re.search("error: iteration 2: .* not finite", capsys.readouterr().err)
-    checkpoint = torch.load("runs/run/checkpoint.pt", weights_only=True)
-    assert checkpoint["run"]["iteration"] == 1
-    assert all(x.isfinite().all() for x in checkpoint["agent"].values())
-
-
-@BOTH
-def test_sigterm_saves_and_resume_comes_to_the_same_end(
-    run_script, monkeypatch, capsys, script, more
-):
-    game = ["--env-id", "ShortPongNoFrameskip-v4", "--total-timesteps", "192"]
-    flags = [*TINY, *more, *game, "--run-name"]
-    whole = run_script(script.__file__, *flags, "whole").run.folder
-    sign = np.sign
-    steps = []
-
-    def stop(reward):
-        steps.append(reward)
-        if len(steps) == 70:  # in the third of six rollouts
-            os.kill(os.getpid(), signal.SIGTERM)
-        return sign(reward)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "sign", stop)
-        stopped = run_script(script.__file__, *flags, "stopped", code=143).run.folder
-    assert "stopped at step 96; go on with" in capsys.readouterr().out
-    run_script(script.__file__, "--resume", str(stopped))
-    assert results(stopped) == results(whole)
 
 
 @BOTH

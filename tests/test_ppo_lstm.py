@@ -160,16 +160,6 @@ def random_batch(agent, dones):
     return time_first(batch)
 
 
-def test_defaults_are_those_of_ppo_and_the_details():
-    args = ppo.Args()
-    assert (args.num_envs, args.num_steps) == (4, 128)
-    assert (args.num_minibatches, args.update_epochs, args.learning_rate) == (4, 4, 2.5e-4)
-    assert (args.gamma, args.gae_lambda, args.clip_coef) == (0.99, 0.95, 0.2)
-    assert (args.ent_coef, args.vf_coef, args.max_grad_norm) == (0.01, 0.5, 0.5)
-    assert (args.cell, args.hidden_size, args.memory) == ("lstm", 128, True)
-    assert args.bootstrap_truncated
-
-
 def assert_orthogonal(weight, gain):
     weight = weight.detach().flatten(1)
     square = weight @ weight.T if len(weight) <= weight.shape[1] else weight.T @ weight

@@ -1,12 +1,11 @@
 """vpg.py: what differs from a2c.py and ppo.py, whose tests hold for what they share."""
 
 import json
-import signal
 
 import numpy as np
 import pytest
 import torch
-from test_ppo import Outputs, as_coefs, exact, flat, left_by, make_envs, random_batch, run, sizes
+from test_ppo import Outputs, as_coefs, exact, flat, make_envs, random_batch, sizes
 
 import vpg
 
@@ -194,34 +193,6 @@ def test_a_single_step_has_no_deviation():
     loss, metrics = vpg.vpg_loss(flat(agent), agent, batch, as_coefs(args), args)
     assert torch.isfinite(loss)
     assert metrics[0] == pytest.approx(2 * np.log(4), rel=0.1)
-
-
-def test_runs_are_deterministic_and_resume_exactly(tmp_path):
-    """Killed between two checkpoints, which in the whole run are others; stopped by SIGTERM."""
-    flags = "--env-id toy:Toy-v0 --total-timesteps 3000 --eval-episodes 2 --learning-rate .01"
-    flags = f"{flags} --run-name run --no-cuda"
-    whole = run(tmp_path / "whole", flags, script=vpg.__file__)
-    assert whole.returncode == 0, whole.stderr
-    killed = f"{flags} --checkpoint-interval 4"
-    killed = run(tmp_path / "killed", killed, "SIGKILL 1500", vpg.__file__)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    path = tmp_path / "killed" / "runs" / "run" / "checkpoint.pt"
-    checkpoint = torch.load(path, weights_only=True)
-    killed_step = checkpoint["run"]["global_step"]
-    assert checkpoint["run"]["iteration"] % 4 == 0 and 1000 < killed_step < 1500
-    # The first steps of a process that resumes are those that bring its environments back
-    replayed = sum(len(state["actions"]) for state in checkpoint["envs"]["envs"])
-    stopped = f"SIGTERM {replayed + 500}"
-    stopped = run(tmp_path / "killed", "--resume runs/run", stopped, vpg.__file__)
-    assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
-    steps = torch.load(path, weights_only=True)["run"]["global_step"] - killed_step
-    assert 500 <= steps < 700
-    finished = run(tmp_path / "killed", "--resume runs/run", script=vpg.__file__)
-    assert finished.returncode == 0, finished.stderr
-    assert left_by(tmp_path / "killed") == left_by(tmp_path / "whole")
-    again = run(tmp_path / "killed", "--resume runs/run", script=vpg.__file__)
-    assert again.returncode == 0, again.stderr
-    assert "is finished" in again.stdout
 
 
 def test_bad_flags_are_refused(refused):

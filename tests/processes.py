@@ -1,0 +1,298 @@
+"""Runs scripts as their user does, and reads what they leave.
+
+Most runs are forks of one process, a Server, that has done the imports, which take longer than the
+runs. A fork has the bits of a process of its own, and can be killed like one.
+"""
+
+import atexit
+import csv
+import gc
+import importlib
+import io
+import json
+import os
+import resource
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from importlib.metadata import PathDistribution, distributions
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+RUN = Path("runs/run")  # of --run-name run
+IMPORTS = ("ale_py", "cv2", "gymnasium", "imageio.v2", "torch", "torch._dynamo", "tyro", "tqdm")
+IMPORTS += ("torch.utils.tensorboard", "torch.optim.adam")
+
+
+def variables(cwd, **env):
+    """The variables of a process: no login, no GPU, one thread, and the toys can be imported."""
+    foreign = ("WANDB", "MUJOCO", "PYOPENGL", "TOY_", "PYTEST")
+    inherited = {name: x for name, x in os.environ.items() if not name.startswith(foreign)}
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "COLUMNS": "120",
+        "HOME": str(cwd),
+        "PYTHONPATH": str(TESTS),
+    }
+    return inherited | own | {name: str(value) for name, value in env.items()}
+
+
+class Server:
+    """A process that forks for every command line."""
+
+    def __init__(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.started = 0
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            env=variables(self.folder.name),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, **request):
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+    def start(self, script, cwd, flags, limit=None, ignored=(), **env):
+        """Starts `python script flags` in the folder cwd; returns the Fork.
+
+        limit: bytes that a file may have; ignored: signals that are ignored at the start; env:
+        variables, as TOY_FAULT.
+        """
+        Path(cwd).mkdir(parents=True, exist_ok=True)
+        output = Path(self.folder.name, str(self.started))
+        self.started += 1
+        argv = [str(script), *shlex.split(flags)]
+        pid = self.ask(
+            cwd=str(cwd),
+            argv=argv,
+            env=variables(cwd, **env),
+            output=str(output),
+            limit=limit,
+            ignored=ignored,
+        )
+        return Fork(self, pid, argv, output)
+
+    def run(self, script, cwd, flags, **options):
+        """Runs `python script flags` to its end; returns a subprocess.CompletedProcess."""
+        return self.start(script, cwd, flags, **options).wait()
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+        self.process.stdout.close()
+        self.folder.cleanup()
+
+
+class Fork:
+    """A running command line."""
+
+    def __init__(self, server, pid, argv, output):
+        self.server = server
+        self.pid = pid
+        self.argv = argv
+        self.output = output
+        self.ended = False
+
+    def wait(self):
+        """Waits for the end, or for a SIGSTOP: then the returncode is None."""
+        code = self.server.ask(wait=self.pid)
+        self.ended = code is not None
+        stdout, stderr = (self.output.with_suffix(x).read_text() for x in (".out", ".err"))
+        return subprocess.CompletedProcess(self.argv, code, stdout, stderr)
+
+    def send(self, signum):
+        os.kill(self.pid, signum)
+
+    def kill(self):
+        """Ends it, if it still runs."""
+        if not self.ended:
+            self.send(signal.SIGKILL)
+            self.wait()
+
+
+def run_process(script, cwd, flags, **env):
+    """Runs `python script flags` in a process of its own, as a user does."""
+    start = (
+        "import runpy, sys, toys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], None, "
+        "'__main__')"
+    )
+    cwd.mkdir(parents=True, exist_ok=True)
+    return subprocess.run(
+        [sys.executable, "-c", start, str(script), *shlex.split(flags)],
+        cwd=cwd,
+        env=variables(cwd, **env),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def load_checkpoint(run_dir, name="checkpoint.pt"):
+    import torch
+
+    return torch.load(run_dir / name, weights_only=True)
+
+
+def leaves(x, name=""):
+    """Nested containers -> {path: value}, a tensor as its type, shape and bytes."""
+    import torch
+
+    if isinstance(x, torch.Tensor):
+        return {name: (str(x.dtype), tuple(x.shape), x.contiguous().cpu().numpy().tobytes())}
+    if isinstance(x, dict):
+        items = x.items()
+    elif isinstance(x, (list, tuple)):
+        items = enumerate(x)
+    else:
+        return {name: x}
+    found = {}
+    for key, value in items:
+        found |= leaves(value, f"{name}/{key}")
+    return found
+
+
+def episode_rows(run_dir):
+    with open(run_dir / "episodes.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def events(run_dir):
+    """All scalars physically present in all event files, sorted: [(tag, step, value)]."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    found = []
+    for path in run_dir.glob("events.*"):
+        for event in LegacyEventFileLoader(str(path)).Load():
+            found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+    return sorted(found, key=repr)
+
+
+def replay_rows(run_dir, checkpoint):
+    """The transitions that DDPG may sample: the last rows of the ring in replay.bin."""
+    import numpy as np
+
+    count = checkpoint["replay"]["count"]
+    size = min(checkpoint["args"]["buffer_size"], count)
+    (columns,) = checkpoint["envs"]["envs"][0]["obs"].shape
+    width = 2 * columns + checkpoint["noise"]["state"].shape[1] + 2
+    rows = np.fromfile(run_dir / "replay.bin", np.float32).reshape(-1, width)
+    return rows[np.arange(count - size, count) % len(rows)]
+
+
+def progress(run_dir):
+    """How far a run has come by its checkpoint: iteration, global_step, and so on."""
+    return load_checkpoint(run_dir)["run"]
+
+
+def outcome(run_dir):
+    """{name: value} of all that must be the same for the same run: not times and flags."""
+    results = {}
+    for path in run_dir.glob("*.pt"):
+        checkpoint = load_checkpoint(run_dir, path.name)
+        if path.name == "checkpoint.pt" and "replay" in checkpoint:
+            results["replay.bin"] = replay_rows(run_dir, checkpoint).tobytes()
+        del checkpoint["args"]
+        for name in ("wall_seconds", "wandb_id", "log_sizes"):
+            del checkpoint["run"][name]
+        results |= leaves(checkpoint, path.stem)
+    for i, row in enumerate(episode_rows(run_dir)):
+        results[f"episodes/{i}"] = row | {"wall_seconds": None}
+    scalars = events(run_dir)
+    scalars = [(tag, step, None if tag == "charts/SPS" else x) for tag, step, x in scalars]
+    for i, scalar in enumerate(sorted(scalars, key=repr)):
+        results[f"events/{i}"] = scalar
+    results["header"] = (run_dir / "episodes.csv").read_text().split("\n")[0]
+    results["evaluation"] = json.loads((run_dir / "evaluation.json").read_text())
+    return results
+
+
+def differences(a, b):
+    """Names of what two runs, folders or their outcomes, differ in."""
+    a, b = (x if isinstance(x, dict) else outcome(x) for x in (a, b))
+    return sorted(name for name in a.keys() | b.keys() if repr(a.get(name)) != repr(b.get(name)))
+
+
+def contents(folder):
+    """{path: bytes, or None for a folder} of all that a folder has."""
+    return {
+        path: path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))
+    }
+
+
+def read_record(path):
+    """The events that toys have appended to a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def serve():
+    """Forks for every request on stdin, which asks to start or to wait."""
+    for name in IMPORTS:
+        importlib.import_module(name)
+    # A run writes the versions of all packages into its config.json. To look them up takes longer
+    # than most runs of a test
+    known = {str(x._path): x.metadata for x in distributions()}
+    PathDistribution.metadata = property(lambda package: known[str(package._path)])
+    gc.freeze()  # a fork that looks for garbage would copy the memory of the imports
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            _, status = os.waitpid(request["wait"], os.WUNTRACED)
+            code = None if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status)
+            print(json.dumps(code), flush=True)
+            continue
+        pid = os.fork()
+        if pid > 0:
+            print(pid, flush=True)
+            continue
+        break
+    else:
+        return
+
+    signal.alarm(300)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for descriptor, suffix in (1, ".out"), (2, ".err"):
+        os.dup2(os.open(request["output"] + suffix, os.O_WRONLY | os.O_CREAT), descriptor)
+    if request["limit"] is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"], request["limit"]))
+    for signum in request["ignored"]:
+        signal.signal(signum, signal.SIG_IGN)
+    sys.argv = request["argv"]
+    script = sys.argv[0]
+    sys.path[:0] = [str(Path(script).parent), *os.environ["PYTHONPATH"].split(os.pathsep)]
+    import toys  # noqa: F401
+
+    code = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    leave(code)
+
+
+def leave(code):
+    """Ends the process as Python does, but for taking apart all that was imported: a long time."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for thing in gc.get_objects():
+        # Not isinstance, which asks a weak proxy for what it stands for
+        if issubclass(type(thing), (io.TextIOWrapper, io.BufferedWriter)) and not thing.closed:
+            thing.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()
