@@ -474,6 +474,7 @@ class Agent(nn.Module):
         """
         masks = obs[:, self.obs_dim :]
         logits = torch.where(masks > 0, self.actor(obs[:, : self.obs_dim]), MASKED)
+        # The parts are independent, so their log-probabilities and entropies add up (d1)
         logprobs = 0.0
         entropy = 0.0
         for part, action in zip(logits.split(self.nvec, 1), actions.split(1, 1)):

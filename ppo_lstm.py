@@ -543,6 +543,7 @@ class Agent(nn.Module):
         """
         memory = memory.transpose(0, 1).contiguous()
         all_logprobs, values, _ = self.heads(obs, memory, dones)
+        # The parts are independent, so their log-probabilities add up (d1)
         logprobs = 0.0
         for part, action in zip(all_logprobs.split(self.nvec, 2), actions.split(1, 2)):
             logprobs = logprobs + part.gather(2, action).squeeze(2)

@@ -265,6 +265,7 @@ def serve():
         os.dup2(os.open(request["output"] + suffix, os.O_WRONLY | os.O_CREAT), descriptor)
     if request["limit"] is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"], request["limit"]))
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
     for signum in request["ignored"]:
         signal.signal(signum, signal.SIG_IGN)
     sys.argv = request["argv"]

@@ -429,6 +429,33 @@ def test_explained_variance(script, run_script):
     assert [*logged.values()][-1] == pytest.approx(expected, rel=1e-4)
 
 
+def test_optimizer(script, run_script):
+    """Adam's epsilon is baselines' 1e-5 (G11), but DDPG's is PyTorch's."""
+    module = run_script(script.path, *script.short.split())
+    if script.is_ddpg:
+        optimizers = [module.learner.actor_optimizer, module.learner.critic_optimizer]
+        assert [optimizer.eps for optimizer in optimizers] == [1e-8, 1e-8]
+        return
+    kind = module.FlatRMSprop if script.name == "a2c" else module.FlatAdam
+    assert type(module.optimizer) is kind
+    assert module.optimizer.eps == 1e-5
+    if script.name == "a2c":
+        flags = script.short.replace("--run-name run", "--run-name adam --optimizer adam")
+        optimizer = run_script(script.path, *flags.split()).optimizer
+        assert (type(optimizer).__name__, optimizer.eps) == ("FlatAdam", 1e-5)
+
+
+def test_the_clip_range_falls_to_zero(script, run_script):
+    """With --anneal-clip, linearly: in the last of N iterations it is an Nth (X1)."""
+    if not script.name.startswith("ppo"):
+        return
+    for number, (flag, part) in enumerate({"--anneal-clip": None, "--no-anneal-clip": 1.0}.items()):
+        flags = script.short.replace("--run-name run", f"--run-name run-{number} {flag}")
+        module = run_script(script.path, *flags.split(), "--clip-coef", "0.25")
+        part = part or 1 / module.args.num_iterations
+        assert module.coefs["clip_coef"].item() == pytest.approx(0.25 * part)
+
+
 # Ends of episodes
 
 
@@ -913,6 +940,16 @@ def test_the_text_of_the_script_is_kept(script, whole, stopped, tmp_path):
     assert sum(kept.name in line for line in result.stdout.splitlines()) == 1
 
 
+def test_the_text_that_is_kept_is_the_one_that_runs(script, tmp_path):
+    """The toy edits the script while the run begins."""
+    edited = tmp_path / script.path.name
+    shutil.copy(script.path, edited)
+    result = script.server.run(edited, tmp_path, script.short, TOY_FAULT="edit-script 0")
+    assert result.returncode == 0, result.stderr
+    assert edited.read_text().endswith("# edited\n")
+    assert (tmp_path / RUN / edited.name).read_bytes() == script.path.read_bytes()
+
+
 # More about evaluations
 
 
@@ -1198,6 +1235,7 @@ def test_a_mistake_of_an_environment_keeps_its_trace(script, tmp_path):
         "reset-error 0": "a mistake of the toy's reset",
         "make-error 0": "a mistake of the toy's constructor",
         "os-error 150": "No such file or directory: 'level.txt'",
+        "pipe-error 150": "the simulator is gone",
     }.items():
         result = script.run(tmp_path / fault, script.short, TOY_FAULT=fault)
         assert result.returncode == 1
@@ -1209,6 +1247,15 @@ def test_a_reset_that_returns_an_observation_alone(script, tmp_path):
     if script.is_game:  # whose wrappers don't look
         return
     assert_fails(script.run(tmp_path, script.short, TOY_FAULT="bare-reset 0"), 2, "reset()")
+
+
+def test_an_observation_of_another_shape(script, tmp_path):
+    """Is not spread over its row of the vector."""
+    if script.is_game:  # whose wrappers make images of one shape
+        return
+    result = script.run(tmp_path, script.short, TOY_FAULT="short-observation 150")
+    assert result.returncode == 1
+    assert "ValueError" in result.stderr and "shape" in result.stderr, result.stderr
 
 
 def test_environments_of_the_current_folder(script, tmp_path):

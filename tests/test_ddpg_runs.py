@@ -348,6 +348,13 @@ def test_zeros_and_ones_are_accepted(succeed, tmp_path):
     assert saved["learner"]["critic_optimizer.steps"] == 20
 
 
+@pytest.mark.parametrize("flag", ["norm-obs", "norm-reward"])
+def test_init_from_needs_the_same_normalisation(whole, run, tmp_path, flag):
+    """Else networks would see what they were not trained on."""
+    result = run(tmp_path, f"{TOY_RUN} --run-name new --init-from {whole} --no-{flag}")
+    assert_refused(result, "--init-from", f"--{flag}")
+
+
 @pytest.mark.parametrize("flag", ["resume", "evaluate"])
 def test_checkpoint_of_ppo(run, succeed, tmp_path, flag):
     ppo = (

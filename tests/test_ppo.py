@@ -28,7 +28,7 @@ import ppo_continuous_action
 SPACES = {
     "Plain-v0": Discrete(4),
     "Started-v0": Discrete(3, start=-1),
-    "Multi-v0": MultiDiscrete([3, 2]),
+    "TwoParts-v0": MultiDiscrete([3, 2]),
     "Grid-v0": MultiDiscrete([[3, 2], [2, 4]], start=[[5, 0], [0, 1]]),
 }
 
@@ -467,7 +467,7 @@ def random_batch(agent, size):
     return batch
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Multi-v0"])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "TwoParts-v0"])
 def test_update_equals_that_of_stable_baselines3(monkeypatch, env_id):
     args = ppo.Args(clip_vloss=False, num_minibatches=4, update_epochs=3)
     agent = ppo.Agent(*sizes(make_envs(ppo, env_id, 1)), (64, 64))
@@ -615,7 +615,7 @@ def test_evaluation_plays_the_likeliest_allowed_actions(monkeypatch):
     monkeypatch.setattr(ppo, "make_env", spy)
     agent = ppo.Agent(3, [3, 2], (64, 64))
     agent.actor[4].weight.data *= 100
-    args = ppo.Args(env_id="Multi-v0", eval_episodes=5)
+    args = ppo.Args(env_id="TwoParts-v0", eval_episodes=5)
     results = [ppo.evaluate(agent, args) for _ in range(2)]
     assert results[0] == results[1]
     assert len(results[0]["returns"]) == len(results[0]["lengths"]) == 5
@@ -632,7 +632,7 @@ def test_evaluation_plays_the_likeliest_allowed_actions(monkeypatch):
             assert next(actions).tolist() == [part.argmax() for part in parts]
         first += length + 1  # after the last observation of an episode comes the next one's first
     assert len(toy.actions) == sum(results[0]["lengths"]) and len(seen) == first + 1
-    assert not np.array_equal(seen[0][0], make_envs(ppo, "Multi-v0", 1).envs[0].unwrapped.x)
+    assert not np.array_equal(seen[0][0], make_envs(ppo, "TwoParts-v0", 1).envs[0].unwrapped.x)
 
 
 @pytest.mark.parametrize("env_id", ["Plain-v0", "Grid-v0"])

@@ -808,7 +808,7 @@ def test_a_checkpoint_of_another_version_is_refused(run_script, capsys):
     run_script(SCRIPT, "--resume", str(folder), code=2)
     told = capsys.readouterr().err
     assert f"the checkpoint in {folder} doesn't fit (KeyError: 'first_episode')" in told
-    assert "it is damaged, of another version, or of a run with other sizes" in told
+    assert "of a run with other sizes, of another version, or damaged" in told
 
 
 class NoEmulator(gym.Env):

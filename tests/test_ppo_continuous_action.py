@@ -1178,3 +1178,19 @@ def test_identity_environment_is_solved(run_script):
     module = run_script(ppo.__file__, *flags.split())
     returns = json.loads((module.run.folder / "evaluation.json").read_text())["returns"]
     assert np.mean(returns) > -0.01  # -0.33 for actions of zero
+
+
+def test_a_new_coefficient_does_not_compile_again(monkeypatch):
+    """So that a copy of the script can lower --ent-coef over the run."""
+    args = ppo.Args(num_minibatches=1, update_epochs=1)
+    agent = ppo.Agent(3, 2, (4,))
+    optimizer = ppo.FlatAdam(agent, eps=1e-5)
+    batch = {name: torch.randn(6) for name in ("logprobs", "values", "advantages", "returns")}
+    batch |= {"obs": torch.randn(6, 3), "actions": torch.randn(6, 2)}
+    update = torch.compile(ppo.update_minibatches, fullgraph=True, dynamic=False, backend="eager")
+    monkeypatch.setattr(torch._dynamo.config, "trace_autograd_ops", True)
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    for value in (0.1, 0.2, 0.3):
+        names = ("lr", "clip_coef", "ent_coef", "vf_coef", "max_grad_norm")
+        coefs = ppo.as_tensors(torch.device("cpu"), **dict.fromkeys(names, value))
+        update(optimizer, agent, batch, torch.randperm(6).view(1, 6), coefs, args)

@@ -440,7 +440,7 @@ def test_a_step_gives_the_policy_with_exact_zeros_for_what_is_masked():
 def test_l4_minibatches_are_whole_environments_in_time_order(monkeypatch):
     """Each environment once an epoch, with all of its steps and its own memory."""
     args = ppo.Args(num_envs=8, num_steps=5, num_minibatches=4, update_epochs=6)
-    agent = make_agent(make_envs(ppo, "Multi-v0", 1))
+    agent = make_agent(make_envs(ppo, "TwoParts-v0", 1))
     code = torch.arange(5) + 10.0 * torch.arange(8)[:, None]  # which step of which environment
     batch = {
         "obs": torch.cat((code[..., None].expand(8, 5, 3), torch.ones(8, 5, 5)), 2),
@@ -489,7 +489,7 @@ def test_update_equals_the_arithmetic_of_pytorch(flags):
     """torch.distributions on a loop over steps, clip_grad_norm_, torch.optim.Adam; 3 epochs."""
     defaults = {"num_envs": 8, "num_steps": 9, "num_minibatches": 2, "update_epochs": 3}
     args = ppo.Args(**defaults | {"hidden_size": 7} | flags)
-    agent = make_agent(make_envs(ppo, "Multi-v0", 1), args.cell, args.memory).double()
+    agent = make_agent(make_envs(ppo, "TwoParts-v0", 1), args.cell, args.memory).double()
     batch = random_batch(agent, ends_of_all_kinds(9))
     logprobs = outputs_by_steps(agent, batch)[0].detach()
     batch["logprobs"] = logprobs + 0.2 * torch.randn(8, 9).double()
@@ -542,7 +542,7 @@ def test_update_equals_the_arithmetic_of_pytorch(flags):
 
 def test_target_kl_ends_the_update_after_the_epoch_that_exceeds_it(monkeypatch):
     args = ppo.Args(num_envs=8, num_steps=9, num_minibatches=2, update_epochs=4)
-    agent = make_agent(make_envs(ppo, "Multi-v0", 1)).double()
+    agent = make_agent(make_envs(ppo, "TwoParts-v0", 1)).double()
     batch = random_batch(agent, ends_of_all_kinds(9))
     batch["logprobs"] = outputs(agent, batch)[0].detach()
     calls = []
@@ -573,7 +573,9 @@ def test_target_kl_ends_the_update_after_the_epoch_that_exceeds_it(monkeypatch):
     assert [steps(target) for target in targets] == [2, 4, 6, 8]
 
 
-RUN = "--env-id Multi-v0 --num-envs 8 --num-steps 20 --eval-episodes 1 --hidden-size 16 --no-cuda"
+RUN = (
+    "--env-id TwoParts-v0 --num-envs 8 --num-steps 20 --eval-episodes 1 --hidden-size 16 --no-cuda"
+)
 RUN = RUN.split()
 
 
@@ -705,15 +707,15 @@ def test_evaluation_has_a_memory_that_ends_with_the_episode(monkeypatch, cell, m
 
     Not those of one that keeps its memory over the ends, or has none.
     """
-    args = ppo.Args(env_id="Multi-v0", eval_episodes=20, cell=cell, memory=memory, hidden_size=7)
-    agent = make_agent(make_envs(ppo, "Multi-v0", 1), cell, memory)
+    args = ppo.Args(env_id="TwoParts-v0", eval_episodes=20, cell=cell, memory=memory, hidden_size=7)
+    agent = make_agent(make_envs(ppo, "TwoParts-v0", 1), cell, memory)
     agent.cell.weight_hh_l0.data *= 3
     actions = recorded(monkeypatch, ppo)
     results = ppo.evaluate(agent, args)
     played = list(actions)
     for name, keep in KEPT.items():
         actions.clear()
-        envs = make_envs(ppo, "Multi-v0", 1, seed=(1, 1))
+        envs = make_envs(ppo, "TwoParts-v0", 1, seed=(1, 1))
         episodes = []
 
         def step(logits):

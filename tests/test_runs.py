@@ -462,6 +462,11 @@ BAD_FLAGS = {
     "run-name-inside": ("--run-name x/../run", "--run-name"),
     "run-name-above": ("--run-name ..", "--run-name"),
     "run-name-absolute": ("--run-name /nowhere/x/run", "--run-name"),
+    "run-name-not-utf-8": ("--run-name run\udcff", "--run-name"),
+    "best-of-nothing": ("--best", "--best needs"),
+    "evaluate-while-training-without-episodes": ("--eval-interval 1 --eval-episodes 0", "needs"),
+    "negative-eval-interval": ("--eval-interval -1", "--eval-interval"),
+    "no-steps-of-evaluation": ("--eval-max-steps 0", "--eval-max-steps"),
     "resume-nothing": ("--resume runs/nowhere", "runs/nowhere"),
     "resume-and-evaluate": ("--resume runs/x --evaluate runs/x", "give only one"),
     "evaluate-nothing": ("--evaluate runs/nowhere", "runs/nowhere"),
@@ -473,6 +478,10 @@ BAD_INPUT = {
     "no-such-version": ("--env-id Swimmer-v9", "Swimmer", "v5"),
     "malformed-id": ("--env-id 'not an id'", "not an id"),
     "no-module": ("--env-id nowhere:Toy-v0", "nowhere"),
+    "no-module-at-all": ("--env-id :Toy-v0", ":Toy-v0"),
+    "module-above": ("--env-id ..x:Toy-v0", "..x:Toy-v0"),
+    "two-modules": ("--env-id a:b:Toy-v0", "a:b:Toy-v0"),
+    "no-shimmy": ("--env-id dm_control/cartpole-balance-v0", "shimmy[dm-control]", "mujoco<4"),
     "discrete-actions": ("--env-id CartPole-v1", "CartPole-v1", "Discrete", "Box"),
     "integer-actions": ("--env-id toy:ToyInteger-v0", "int64"),
     "tuple-observations": ("--env-id toy:ToyTuple-v0", "Tuple"),
@@ -620,7 +629,7 @@ def test_bad_input(refusals, case):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     result = run(tmp_path, f"{TINY_RUN} --run-name {'x' * 300}")
-    assert_fails(result, 1, "can't write", "File name too long", "start the run again")
+    assert_fails(result, 1, "can't write", "File name too long", "start it again")
     assert not list(tmp_path.glob("runs/*"))
 
 
@@ -678,7 +687,7 @@ def test_full_disk_for_logs(tmp_path):
         (tmp_path / name).mkdir()
     limit = 16_384  # less than a checkpoint, so the very first one fails
     result = run(tmp_path, TINY_RUN, preexec_fn=lambda: limit_files(limit))
-    assert_fails(result, 1, "can't write", "start the run again")
+    assert_fails(result, 1, "can't write", "start it again")
 
 
 def test_flags_at_their_ends(tmp_path):

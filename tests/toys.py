@@ -9,17 +9,21 @@ Variables of a process:
 
 TOY_FAULT   what happens in which step of all its environments: "SIGKILL 100" sends a signal,
             "nan-reward 100" and "nan-observation 100" spoil the agent's first step from then on
-            that ends no episode, "error 100" and "os-error 100" raise; "SIGKILL 100@3" counts the
+            that ends no episode, "error 100", "os-error 100" and "pipe-error 100" raise,
+            "short-observation 100" cuts all observations from then on; "SIGKILL 100@3" counts the
             steps of environment number 3. "make-error 0" and "reset-error 0" raise in the first
-            call, and with "bare-reset 0" reset() returns an observation alone
+            call, with "bare-reset 0" reset() returns an observation alone, and "edit-script 0"
+            adds a line to the script that runs
 TOY_END     the length of every episode
 TOY_RECORD  a file to which every reset and step is appended, as a line of JSON
 """
 
+import errno
 import json
 import os
 import random
 import signal
+import sys
 
 import gymnasium as gym
 import numpy as np
@@ -56,6 +60,9 @@ class Toy(gym.Env):
 
     def __init__(self, ends="mixed", render_mode=None):
         global made
+        if FAULT == "edit-script":
+            with open(sys.argv[0], "a") as file:
+                file.write("# edited\n")
         if FAULT == "make-error":
             raise RuntimeError("a mistake of the toy's constructor")
         self.number = made
@@ -115,6 +122,8 @@ class Toy(gym.Env):
         spoilt_before = spoilt
         if not isinstance(action, int):
             obs, reward = self.spoil(obs, reward)
+        if FAULT == "short-observation" and steps >= FAULT_STEP:
+            obs = obs[:1]
         record(
             env=self.number,
             action=np.asarray(action).tolist(),
@@ -157,6 +166,8 @@ class Toy(gym.Env):
             raise RuntimeError("a mistake of the toy")
         if step == FAULT_STEP and FAULT == "os-error":
             open("level.txt").close()
+        if step == FAULT_STEP and FAULT == "pipe-error":
+            raise BrokenPipeError(errno.EPIPE, "the simulator is gone")
 
     def spoil(self, obs, reward):
         global spoilt
