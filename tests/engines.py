@@ -93,7 +93,7 @@ def run_in_its_middle(folder):
             if (
                 path.exists()
                 and read_job(folder, name)["state"] == "running"
-                and torch.load(path, weights_only=True)["iteration"] > 0
+                and torch.load(path, weights_only=True)["run"]["iteration"] > 0
             ):
                 found.append(name)
         return found

@@ -1072,6 +1072,34 @@ def test_the_best_networks_are_kept(script, evaluated, tmp_path):
     assert_fails(script.run(tmp_path / "new", f"{script.short} --best"), 2, "--best")
 
 
+def test_an_equal_evaluation_does_not_replace_the_best(script):
+    saves = []
+    writer = SimpleNamespace(add_scalar=lambda *_: None)
+    run = SimpleNamespace(best_return=5.0, global_step=1, save=saves.append, writer=writer)
+    for mean_return in (5.0, 5.5, 5.5):
+        script.module.Run.log_evaluation(run, {"returns": [mean_return]})
+    assert saves == ["best.pt"]
+
+
+def test_sps_are_steps_by_seconds(script, monkeypatch):
+    monkeypatch.setattr(script.module.time, "time", lambda: 110.0)
+    logged = []
+    writer = SimpleNamespace(add_scalar=lambda *row: logged.append(row))
+    run = SimpleNamespace(global_step=1000, iteration=10, start_time=100.0, writer=writer)
+    script.module.Run.log(run, {})
+    assert logged == [("charts/SPS", 100, 1000)]
+
+
+def test_a_text_is_compared_to_the_last_one_kept(script, tmp_path):
+    last = tmp_path / f"{script.name}.100.py"
+    texts = {tmp_path / script.path.name: b"first", last: script.module.SCRIPT_TEXT}
+    for seconds, (path, text) in enumerate(texts.items()):
+        path.write_bytes(text)
+        os.utime(path, (seconds, seconds))
+    script.module.Run.keep_script(SimpleNamespace(folder=tmp_path, global_step=200))
+    assert sorted(tmp_path.iterdir()) == sorted(texts)
+
+
 def test_a_resumed_run_has_the_same_best_networks(script, evaluated, tmp_path):
     """Killed past the middle, after evaluations that the checkpoint doesn't know."""
     frames = int(0.8 * env_steps(evaluated.record))

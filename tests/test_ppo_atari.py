@@ -345,6 +345,8 @@ def test_a3_a_game_that_ends_in_a_reset_is_an_episode_too():
     script = {2: 7.0, 13: "life", 18: 5.0, 19: "over"}
     envs, game, _ = make_scripted("LivesNoFrameskip-v4", script)
     played = len(game.games)
+    for queue in ("length_queue", "return_queue"):
+        envs.envs[0].get_wrapper_attr(queue).appendleft(99)  # of an older game
     results = [step(envs, 0) for _ in range(4)]
     assert [x[1] for x in results] == [[False], [False], [False], [True]]
     assert [len(x[3]) for x in results] == [0, 0, 0, 1]
@@ -782,6 +784,8 @@ def test_a_run_leaves_its_files_and_videos(whole):
     assert {row.split(",")[5] for row in rows} <= {"termination", "truncation"}
     for path in ("evaluation/episode-0.mp4", "episode-0.mp4"):
         frames = imageio.mimread(folder / "videos" / path, memtest=False)
+        with imageio.get_reader(folder / "videos" / path) as reader:
+            assert reader.get_meta_data()["fps"] == 15
         assert frames[0].shape == (210, 160, 3)
         assert np.ptp(frames[len(frames) // 2]) > 100, "the game, in colour"
 
