@@ -385,6 +385,15 @@ NOISES = {
 }
 
 
+def stored_noise(ran):
+    """What was added to the actions of a run of seed 5 that has updated nothing before its end."""
+    obs, actions = stored(ran)[:2]
+    torch.manual_seed(5)
+    agent = ddpg.Agent(3, 2, (8, 8))  # the policy before its only update
+    with torch.no_grad():
+        return actions - agent.actor(torch.tensor(obs)).numpy()
+
+
 @pytest.mark.parametrize("first, last, flags, theta", NOISES.values(), ids=NOISES.keys())
 def test_exploration_noise(run_script, first, last, flags, theta):
     """Action less policy is noise drawn from the run's random state.
@@ -403,10 +412,7 @@ def test_exploration_noise(run_script, first, last, flags, theta):
         *("--exploration-noise", str(first), *flags),
     )
     obs, actions = stored(ran)[:2]
-    torch.manual_seed(5)
-    agent = ddpg.Agent(3, 2, (8, 8))  # the policy before its only update
-    with torch.no_grad():
-        noises = actions - agent.actor(torch.tensor(obs)).numpy()
+    noises = stored_noise(ran)
     last = first if last is None else last
     draws = np.random.RandomState(5)
     noise = np.zeros((2, 2))
@@ -783,10 +789,6 @@ def test_noise_is_in_units_of_the_action_range(run_script):
         *("--env-id", "StampedSlanted-v0", "--total-timesteps", "100", "--learning-starts", "99"),
         *("--random-steps", "0", "--exploration-noise", "0.02", "--seed", "5"),
     )
-    obs, actions = stored(ran)[:2]
-    torch.manual_seed(5)
-    agent = ddpg.Agent(3, 2, (8, 8))  # the policy before its only update
-    with torch.no_grad():
-        noise = actions - agent.actor(torch.tensor(obs)).numpy()
+    noise = stored_noise(ran)
     expected = 0.02 * np.random.RandomState(5).standard_normal((100, 1, 2))
     np.testing.assert_allclose(noise, expected, atol=1e-6)

@@ -32,6 +32,7 @@ from processes import (
     events,
     load_checkpoint,
     progress,
+    variables,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -168,20 +169,10 @@ def prepare(cwd, flags, compiled=False, fault="", python_flags=(), **env):
     """The command and the variables of a process in the folder cwd, without a login or a GPU."""
     cwd.mkdir(exist_ok=True)
     (cwd / "toy.py").write_text(TOY)
-    foreign = ("WANDB", "MUJOCO", "PYOPENGL")
-    inherited = {name: x for name, x in os.environ.items() if not name.startswith(foreign)}
-    own = {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "COLUMNS": "120",
-        "HOME": str(cwd),
-        "TOY_FAULT": fault,
-        "PYTHONPATH": str(cwd),
-    }
     command = [sys.executable, *python_flags, str(SCRIPT), *shlex.split(flags)]
     if not compiled:
         command.append("--no-compile")
-    return command, inherited | own | env
+    return command, variables(cwd, **({"TOY_FAULT": fault, "PYTHONPATH": cwd} | env))
 
 
 @pytest.fixture(scope="module", autouse=True)
