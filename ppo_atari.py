@@ -1021,6 +1021,8 @@ class Run:
         versions = {package.name: package.version for package in distributions()}
         config = {
             "args": asdict(self.args),
+            "defaults": asdict(Args()),
+            "script": str(Path(__file__).absolute()),
             "command": sys.argv,
             "git_commit": git.stdout.strip(),
             "machine": list(os.uname()),
@@ -1211,6 +1213,7 @@ class Run:
             self.bar.set_postfix_str(f"return {np.mean(self.recent_returns):.1f}", refresh=False)
         self.bar.update(min(self.global_step, self.total_steps) - self.bar.n)
         self.bar.refresh()
+        self.episodes_file.flush()  # for those who watch the run
         if not self.terminal:
             print(self.bar, flush=True)
 

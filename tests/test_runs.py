@@ -19,6 +19,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import imageio.v2 as imageio
@@ -271,6 +272,8 @@ def test_config(whole):
         config["args"]["env_id"] == "toy:ToyLucky-v0" and config["args"]["total_timesteps"] == 12000
     )
     assert config["args"]["learning_rate"] == 3e-4 and config["args"]["run_name"] == "run"
+    assert config["defaults"] == json.loads(json.dumps(asdict(ppo.Args())))
+    assert config["script"] == str(SCRIPT)
     assert config["command"][0] == str(SCRIPT) and "--total-timesteps" in config["command"]
     assert (
         config["versions"]["torch"] == torch.__version__
