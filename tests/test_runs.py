@@ -32,6 +32,7 @@ from processes import (
     episode_rows,
     events,
     load_checkpoint,
+    outcome,
     progress,
     variables,
 )
@@ -417,12 +418,18 @@ def test_ctrl_c_in_evaluate(whole):
     assert_fails(result, 130, "stopped")
 
 
-def test_resume_with_lost_log(stopped, tmp_path):
-    """Whoever tidied up the logs gets a sentence or the rest of the run."""
+def test_resume_with_lost_log(whole, stopped, tmp_path):
+    """Whoever tidied up TensorBoard's files gets the same run, and what it logs from there on."""
+    step = progress(stopped)["global_step"]
     for path in stopped.glob("events.*"):
         path.unlink()
     result = resume(tmp_path)
-    assert "Traceback" not in result.stderr, result.stderr
+    assert result.returncode == 0, result.stderr
+    results = [outcome(whole[0]), outcome(stopped)]
+    logs = [[x for name, x in run.items() if name.startswith("events")] for run in results]
+    assert logs[1] == [event for event in logs[0] if event[1] > step]
+    rest = [{name: x for name, x in run.items() if "events" not in name} for run in results]
+    assert differences(*rest) == []
 
 
 BAD_FLAGS = {
