@@ -1,7 +1,7 @@
 """Sweeps, reports and speed. Data flows one way, and each fact is written once.
 
-A suite's TOML (suite) becomes runs, which stand in a sweep's folder (store). Workers (worker), which
-an engine starts (engines) when the sweep says so (sweep), run the scripts there. status shows the
-folder, runs reads it as frames, variants names what differs, stats and report make curves and tables
-of them. speed stands alone.
+A suite's TOML (suite) becomes runs, which stand in a sweep's folder (store). Workers (worker),
+which an engine starts (engines) when the sweep says so (sweep), run the scripts there. status shows
+the folder, runs reads it as frames, variants names what differs, stats and report make curves and
+tables of them. speed stands alone.
 """

@@ -13,16 +13,24 @@ variants.
     [runs.variants]           # optional: a name for each set of flags, on top of the others
     default = {}
     no-norm-adv = { norm_adv = false }
+
+Here, and nowhere else, training scripts are imported: each has a dataclass Args, and its parse_args
+checks the flags. All that a run is follows from its suite: what others need of it is in its Run,
+which the sweep writes into its plan (benchmark/store.py).
 """
 
 import contextlib
 import importlib.util
 import io
+import json
 import re
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
+
+from benchmark.store import LONGEST_NAME, is_run_name
+from benchmark.variants import words_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,6 +39,7 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = {"script": str, "env_ids": list, "seeds": (int, list), "flags": dict, "variants": dict}
+NEEDED = ("script", "env_ids", "seeds")
 OWN_FLAGS = ("env_id", "seed", "run_name", "resume", "evaluate")  # what a sweep itself sets
 MOST_RUNS = 100_000  # of a suite: more are a mistake
 
@@ -43,7 +52,9 @@ class SuiteError(Exception):
 class Run:
     """One run of a script.
 
-    name: of its folder; script: absolute path; args: all flags, as config.json has them.
+    name: of its folder; script: absolute path; variant: its name in the suite, "" without one;
+    args: all flags as config.json has them; words: those of the suite on a command line; defaults:
+    all flags of the script without any on its command line.
     """
 
     name: str
@@ -51,12 +62,28 @@ class Run:
     env_id: str
     seed: int
     variant: str
-    words: tuple  # the flags on the command line
     args: dict
+    words: tuple[str, ...]
+    defaults: dict
 
 
 def read_suite(path):
     """The runs of a suite's file, in its order. Raises SuiteError."""
+    tables = read_tables(path)
+    for table in tables:
+        check_table(table, path)
+    number = sum(count_runs(table) for table in tables)
+    if number > MOST_RUNS:
+        raise SuiteError(f"{path} has {number:,} runs, but {MOST_RUNS:,} are the most of a suite")
+    runs = []
+    for table in tables:
+        runs += expand(table, path)
+    check_names(runs, path)
+    return runs
+
+
+def read_tables(path):
+    """The tables [[runs]] of a suite's file. Raises SuiteError."""
     try:
         tables = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -66,41 +93,22 @@ def read_suite(path):
     if set(tables) != {"runs"} or not are_tables:
         found = ", ".join(tables) or "nothing"
         raise SuiteError(f"{path} must have tables [[runs]] and nothing else, but has {found}")
-    for table in runs:
-        check_table(table, path)
-    number = sum(count_runs(table) for table in runs)
-    if number > MOST_RUNS:
-        raise SuiteError(f"{path} has {number:,} runs, but {MOST_RUNS:,} are the most of a suite")
-    runs = [run for table in runs for run in expand(table, path)]
-    names = Counter(run.name for run in runs)
-    if twice := sorted(name for name, number in names.items() if number > 1):
-        others = f" and {len(twice) - 3:,} others" if len(twice) > 3 else ""
-        raise SuiteError(
-            f"{path} has {', '.join(twice[:3])}{others} more than once: give one of them a variant "
-            "of another name"
-        )
-    places = {Path(run.script).stem: run.script for run in runs}
-    for run in runs:
-        script = Path(run.script)
-        if places[script.stem] != run.script:
-            raise SuiteError(
-                f"{path} has two scripts {script.name}, which a report takes for one: rename one"
-            )
     return runs
 
 
 def check_table(table, path):
     """Raises SuiteError if a table [[runs]] is not as it must be, but for its flags."""
-    if unknown := set(table) - set(KEYS):
+    unknown = set(table) - set(KEYS)
+    if unknown:
         raise SuiteError(
             f"{path} has the unknown key {', '.join(sorted(unknown))}: known are {', '.join(KEYS)}"
         )
-    for key in ("script", "env_ids", "seeds"):
+    for key in NEEDED:
         if key not in table:
             raise SuiteError(f"{path} has a table [[runs]] without {key}")
     for key, value in table.items():
         if not isinstance(value, KEYS[key]) or isinstance(value, bool):
-            advice = "see `python -m benchmark.sweep --help`"
+            advice = "see the examples in benchmark/suites/"
             raise SuiteError(f"{path}: {key} = {value!r} is of the wrong type; {advice}")
     seeds = table["seeds"]
     listed = seeds if isinstance(seeds, list) else []
@@ -123,9 +131,29 @@ def count_runs(table):
     return number * len(table["env_ids"]) * len(table.get("variants", {"": {}}))
 
 
+def check_names(runs, path):
+    """Raises SuiteError if two runs have one name, or two scripts."""
+    names = Counter(run.name for run in runs)
+    twice = sorted(name for name, number in names.items() if number > 1)
+    if twice:
+        others = f" and {len(twice) - 3:,} others" if len(twice) > 3 else ""
+        raise SuiteError(
+            f"{path} has {', '.join(twice[:3])}{others} more than once: give one of them a variant "
+            "of another name"
+        )
+    places = {Path(run.script).stem: run.script for run in runs}
+    for run in runs:
+        script = Path(run.script)
+        if places[script.stem] != run.script:
+            raise SuiteError(
+                f"{path} has two scripts {script.name}, which a report takes for one: rename one"
+            )
+
+
 def expand(table, path):
     """The runs of one table [[runs]]. Raises SuiteError."""
     script, module = load_script(table["script"], path)
+    defaults = plain_flags(make_defaults(module, path), path)
     seeds = table["seeds"]
     if isinstance(seeds, int):
         seeds = range(1, seeds + 1)
@@ -134,19 +162,27 @@ def expand(table, path):
         flags = table.get("flags", {}) | own
         if isinstance(flags.get("init_from"), str):  # the runs run in the sweep's folder
             flags["init_from"] = str((path.absolute().parent / flags["init_from"]).resolve())
-        args = parse(module, flags, path)
+        args = plain_flags(parse(module, flags, path), path)
         for env_id in table["env_ids"]:
             for seed in seeds:
-                name = f"{env_id}__{Path(script).stem}{'__' * bool(variant)}{variant}__{seed}"
-                name = name.replace("/", "-").replace(":", "-")
-                if name.startswith("-") or len(name.encode()) > 200:
+                name = name_run(env_id, Path(script).stem, variant, seed)
+                if name.startswith("-") or not is_run_name(name):
                     raise SuiteError(
-                        f"{path}: {name[:50]} begins with - or is too long to name a run's folder"
+                        f"{path}: {name[:50]!r} can't name a run's folder: it begins with -, has "
+                        f"unprintable characters or more than {LONGEST_NAME} bytes"
                     )
                 own_flags = {"env_id": env_id, "seed": seed, "run_name": name}
                 words = words_of(own_flags | flags)
-                runs.append(Run(name, script, env_id, seed, variant, words, args | own_flags))
+                all_args = args | own_flags
+                runs.append(Run(name, script, env_id, seed, variant, all_args, words, defaults))
     return runs
+
+
+def name_run(env_id, stem, variant, seed):
+    """The name of a run's folder."""
+    parts = [env_id, stem, variant, str(seed)]
+    name = "__".join(part for part in parts if part)
+    return name.replace("/", "-").replace(":", "-")
 
 
 def load_script(name, suite_path):
@@ -154,15 +190,7 @@ def load_script(name, suite_path):
 
     It is named by its path from the suite's folder, or, of this repository, by its name.
     """
-    places = [suite_path.parent / name, ROOT / name, ROOT / f"{name}.py"]
-    script = next(
-        (place.resolve() for place in places if place.is_file() and place.suffix == ".py"), None
-    )
-    if not script:
-        known = ", ".join(sorted(place.stem for place in ROOT.glob("*.py")))
-        raise SuiteError(
-            f"{suite_path}: there is no script {name}; known are {known}, or give the path of one"
-        )
+    script = find_script(name, suite_path)
     spec = importlib.util.spec_from_file_location(f"suite_{script.stem}", script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look themselves up there
@@ -181,25 +209,36 @@ def load_script(name, suite_path):
     return str(script), module
 
 
-def words_of(flags):
-    """Flags by their names in Args -> the words of a command line."""
-    words = []
-    for name, value in flags.items():
-        words.append(f"--{'no-' * (value is False)}{name}".replace("_", "-"))
-        if not isinstance(value, bool):
-            words += map(str, value if isinstance(value, list) else [value])
-    return tuple(words)
+def find_script(name, suite_path):
+    """The absolute path of a script. Raises SuiteError if there is none."""
+    for place in (suite_path.parent / name, ROOT / name, ROOT / f"{name}.py"):
+        if place.is_file() and place.suffix == ".py":
+            return place.resolve()
+    known = ", ".join(sorted(place.stem for place in ROOT.glob("*.py")))
+    raise SuiteError(
+        f"{suite_path}: there is no script {name}; known are {known}, or give the path of one"
+    )
+
+
+def make_defaults(module, path):
+    """An Args of a script with nothing but defaults. Raises SuiteError."""
+    try:
+        return module.Args()
+    except Exception as error:  # it may be anybody's script
+        script = Path(module.__file__).name
+        raise SuiteError(f"{path}: Args() of {script} ends with {error!r}") from None
 
 
 def parse(module, flags, path):
-    """All flags that the script makes of these, as config.json has them.
+    """The Args that the script makes of these flags. Raises SuiteError.
 
     The script itself says what is wrong.
     """
+    script = Path(module.__file__).name
     known = [field.name for field in fields(module.Args)]
-    if wrong := [name for name in flags if name not in known or name in OWN_FLAGS]:
-        flag = f"{', '.join(wrong)} is no flag of {Path(module.__file__).name}"
-        raise SuiteError(f"{path}: {flag} that a suite may set")
+    wrong = [name for name in flags if name not in known or name in OWN_FLAGS]
+    if wrong:
+        raise SuiteError(f"{path}: {', '.join(wrong)} is no flag of {script} that a suite may set")
     argv = sys.argv
     hook = sys.excepthook
     places = list(sys.path)
@@ -208,9 +247,8 @@ def parse(module, flags, path):
         sys.argv = [module.__file__, *words_of(flags)]
         with contextlib.redirect_stderr(stderr):
             args, _ = module.parse_args()
-        args = asdict(args)
+        return args
     except Exception as error:
-        script = Path(module.__file__).name
         raise SuiteError(f"{path}: parse_args of {script} ends with {error!r}") from None
     except SystemExit:
         # Without the frame that tyro draws
@@ -220,4 +258,11 @@ def parse(module, flags, path):
         sys.argv = argv
         sys.excepthook = hook
         sys.path[:] = places
-    return {name: list(x) if isinstance(x, tuple) else x for name, x in args.items()}
+
+
+def plain_flags(args, path):
+    """An Args as config.json has it: a dict of plain values. Raises SuiteError."""
+    try:
+        return json.loads(json.dumps(asdict(args)))
+    except (TypeError, ValueError) as error:
+        raise SuiteError(f"{path}: a flag can't be written as JSON: {error}") from None
