@@ -1,434 +1,585 @@
-"""Reads runs for benchmark.report.
+"""Runs as pandas frames, read from folders and from CSVs. All damage is met here.
 
-They are those that there are, in folders and sweeps, and those that a sweep has planned.
+A folder of a run, of runs or of a sweep, or one with the runs.csv and curves.csv of a report is a
+source like any other. What can't be read is left out and named; nothing is raised.
+
+The columns of the frames:
+
+    runs      RUN_COLUMNS, one row a run. Missing numbers are NaN, missing texts ""
+    episodes  id, global_step, wall_seconds (s), return: of runs in folders, ascending in
+              global_step within a run
+    curves    the same columns, of runs in CSVs: the return smoothed along a grid, wall_seconds NaN
+              where it isn't known
 """
 
 import csv
+import hashlib
+import io
 import json
-import re
 import shlex
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
-from benchmark.collect import (
-    ROOT,
-    changed_flags,
-    printable,
-    read_config,
-    read_episodes,
-    read_run,
-    script_defaults,
-    subfolders,
+from benchmark.store import ENDS, STATES, Store, StoreError, last_line, read_evaluation
+from benchmark.variants import name_variants, without_paths
+
+PACKAGES = ("python", "torch", "gymnasium", "mujoco", "ale-py", "numpy")
+EPISODE = ("global_step", "wall_seconds", "return")
+CURVE_DIGITS = 12  # of the numbers in curves.csv
+# The kinds of the columns: texts, numbers, whole numbers (NaN where missing), truths and others
+TEXT, NUMBER, WHOLE, TRUTH, OTHER = "text", "number", "whole", "truth", "other"
+RUN_COLUMNS = {
+    "id": OTHER,  # int, of this reading
+    "run": TEXT,  # its folder's name
+    "folder": OTHER,  # Path of the run's folder, or of its CSV's
+    "compared": TRUTH,  # of --compare
+    "mark": TEXT,  # what its variant has for that: " (COMMIT)", " (compared)", else ""
+    "from_csv": TRUTH,
+    "env_id": TEXT,
+    "script": TEXT,  # without .py
+    "script_folder": TEXT,  # absolute, "" where unknown
+    "text": TEXT,  # of the script: the first 8 hex digits of its sha256, "" where unknown
+    "seed": OTHER,  # int, or what stands there
+    "suite_variant": TEXT,  # "" where no suite names it
+    "args": OTHER,  # dict of all flags, None of a CSV
+    "defaults": OTHER,  # dict, None where unknown
+    "flags": TEXT,  # words: all that make its variant
+    "shared": TEXT,  # those of them that all variants of its script have
+    "hidden": TEXT,  # the others that the variant's name doesn't show
+    "family": TEXT,  # its script with where it is from and the mark: what base variants are of
+    "variant": TEXT,
+    "base": TRUTH,  # this variant is its script with its defaults (and what all variants share)
+    "state": TEXT,  # finished or unfinished; in a sweep also waiting, running, failed
+    "note": TEXT,  # why it failed
+    "damage": TEXT,  # what is wrong with its evaluation.json
+    "begun": TRUTH,  # its folder says something
+    "planned_steps": WHOLE,
+    "steps": WHOLE,  # of its last training episode, as the next two
+    "episodes": WHOLE,
+    "not_finite": WHOLE,  # episodes whose return isn't finite
+    "last_100": NUMBER,  # mean return of the last 100 training episodes
+    "last_20": NUMBER,
+    "evaluation_mean": NUMBER,
+    "evaluation_std": NUMBER,  # ddof=0
+    "evaluation_episodes": WHOLE,
+    "steps_per_second": NUMBER,  # steps / wall_seconds: compilation included, imports not
+    "wall_seconds": NUMBER,
+    "score": NUMBER,  # last_100 of a finished run, where it is finite
+    "versions": TEXT,
+    "machine": TEXT,
+    "git_commit": TEXT,
+    "command": TEXT,
+}
+# What runs.csv doesn't have: it holds of this computer alone, or follows from the rest
+NOT_IN_CSV = (
+    "id",
+    "folder",
+    "compared",
+    "from_csv",
+    "script_folder",
+    "text",
+    "suite_variant",
+    "args",
+    "defaults",
+    "score",
 )
-from benchmark.sweep import ENDS
-from benchmark.worker import last_line, read_evaluation, read_job, read_json
-
+CSV_COLUMNS = [name for name in RUN_COLUMNS if name not in NOT_IN_CSV]
+NEEDED = ("run", "env_id", "script", "variant", "state")  # of runs.csv
 # What a damaged or half-written folder makes its readers raise
-DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError)
-# Flags that change what a run shows or how fast it is, not what it learns
-RUN_ONLY = (
-    "exp_name",
-    "torch_deterministic",
-    "cuda",
-    "compile",
-    "num_threads",
-    "track",
-    "wandb_project_name",
-    "wandb_entity",
-    "capture_video",
-    "video_interval",
-    "save_model",
-    "checkpoint_interval",
-    "eval_episodes",
-    "eval_max_steps",
-    "eval_interval",
-    "resume",
-    "evaluate",
-)
-SHORT = 0.9  # part of the planned steps below which a finished run is said to be short
-NO_VARIANT = (*RUN_ONLY, "total_timesteps", "env_id", "seed", "run_name")  # make no variant
+DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass
-class Run:
-    """A run that is planned, under way or ended.
+class Data:
+    """What was read. notes: sentences on flags that the variants' names don't show."""
 
-    args: all its flags, as in config.json, or those known of a planned one; command: its command
-    line; row: as collect.read_run has it, {} before it begins; at, returns: see read_arrays;
-    folder: its own, which need not be there; damage: what is wrong with its evaluation.json, or "".
+    runs: pd.DataFrame
+    episodes: pd.DataFrame
+    curves: pd.DataFrame
+    notes: list
+    troubles: list
+
+
+def read(paths, compare=(), leave_out=None):
+    """Folders -> Data, each run once. leave_out: the report's folder, which is no run."""
+    reader = Reader(leave_out)
+    for compared, group in ((False, paths), (True, compare)):
+        for path in group:
+            reader.read_path(Path(path), compared)
+    runs, notes = name_variants(run_frame(reader.runs))
+    return Data(
+        runs=runs,
+        episodes=series_frame(reader.episodes),
+        curves=series_frame(reader.curves),
+        notes=notes,
+        troubles=[printable(without_paths(trouble)) for trouble in reader.troubles],
+    )
+
+
+def run_frame(rows):
+    """Rows of runs, dicts, which may lack columns -> frame with RUN_COLUMNS."""
+    missing = {TEXT: "", NUMBER: np.nan, WHOLE: np.nan, TRUTH: False, OTHER: None}
+    kinds = {TEXT: object, NUMBER: float, WHOLE: float, TRUTH: bool, OTHER: object}
+    rows = [
+        {name: row.get(name, missing[kind]) for name, kind in RUN_COLUMNS.items()} for row in rows
+    ]
+    frame = pd.DataFrame(rows, columns=list(RUN_COLUMNS))
+    return frame.astype({name: kinds[kind] for name, kind in RUN_COLUMNS.items()} | {"id": int})
+
+
+def series_frame(parts):
+    """[(id, frame with the columns EPISODE)] -> one frame with the column id."""
+    columns = {"id": int} | dict.fromkeys(EPISODE, float)
+    if not parts:
+        return pd.DataFrame(columns=list(columns)).astype(columns)
+    frames = [part.assign(id=number) for number, part in parts]
+    return pd.concat(frames, ignore_index=True)[list(columns)].astype(columns)
+
+
+class Reader:
+    """What is read so far: rows of runs, [(id, frame)] of episodes and of curves, and troubles."""
+
+    def __init__(self, leave_out):
+        self.runs = []
+        self.episodes = []
+        self.curves = []
+        self.troubles = []
+        self.leave_out = leave_out and Path(leave_out).resolve()
+        self.seen = set()
+
+    def read_path(self, path, compared):
+        """Reads a folder of any kind."""
+        if self.was_seen(path):
+            return
+        if (path / "sweep.json").exists():
+            self.read_sweep(path, compared)
+        elif (path / "config.json").exists():
+            self.read_folder(path, compared)
+        elif has_csv(path):
+            self.read_csv(path, compared)
+        else:
+            for folder in subfolders(path):
+                if folder.resolve() != self.leave_out and not self.was_seen(folder):
+                    self.read_folder(folder, compared)
+
+    def was_seen(self, folder):
+        """Whether a folder has been read. From now on it has."""
+        place = folder.resolve()
+        if place in self.seen:
+            return True
+        self.seen.add(place)
+        return False
+
+    def add(self, row, compared, episodes=None, curve=None):
+        number = len(self.runs)
+        self.runs.append(row | {"id": number, "compared": compared})
+        if episodes is not None:
+            self.episodes.append((number, episodes))
+        if curve is not None:
+            self.curves.append((number, curve))
+
+    def read_folder(self, folder, compared):
+        """Reads a run's folder."""
+        try:
+            row, episodes = read_run(folder)
+        except DAMAGE as error:
+            name = folder.absolute().name
+            self.troubles.append(f"{name}: not a run, damaged or just begun ({said(error)})")
+            return
+        self.add(row, compared, episodes)
+
+    def read_sweep(self, folder, compared):
+        """Reads a sweep's folder: the runs planned, begun or not, and others in its runs/."""
+        store = Store(folder)
+        plan = {"runs": {}, "scripts": {}}
+        try:
+            plan = store.plan()
+            self.troubles += store.troubles
+        except StoreError as error:
+            self.troubles.append(str(error))
+        begun = {path.name: path for path in subfolders(folder / "runs")}
+        for name in [*plan["runs"], *(name for name in begun if name not in plan["runs"])]:
+            if not self.was_seen(store.run_dir(name)):
+                self.read_sweeps_run(store, plan, name, name in begun, compared)
+
+    def read_sweeps_run(self, store, plan, name, begun, compared):
+        """Reads a run of a sweep."""
+        row = {}
+        episodes = None
+        planned = name in plan["runs"]
+        job = store.job(name)
+        if planned:
+            row = planned_row(store, plan, name, job)
+        if begun:
+            try:
+                found, episodes = read_run(store.run_dir(name))
+                row = found | known_to_sweep(row, found)
+            except DAMAGE as error:
+                if not planned or job["state"] in ENDS:  # else it has just begun
+                    self.troubles.append(f"{name}: not a run, or damaged ({said(error)})")
+        if row:
+            self.add(row, compared, episodes)
+
+    def read_csv(self, folder, compared):
+        """Reads the runs.csv of a folder, and the curves.csv beside it."""
+        try:
+            rows, troubles = read_runs_csv(folder / "runs.csv")
+        except DAMAGE as error:
+            self.troubles.append(f"runs.csv of {folder.name} can't be read ({said(error)})")
+            return
+        curves = {}
+        try:
+            curves, more = read_curves_csv(folder / "curves.csv", [row["run"] for row in rows])
+            troubles += more
+        except DAMAGE as error:
+            self.troubles.append(f"curves.csv of {folder.name} can't be read ({said(error)})")
+        self.troubles += [f"{trouble} of {folder.name}" for trouble in troubles]
+        for row in rows:
+            self.add(row | {"folder": folder}, compared, curve=curves.get(row["run"]))
+
+
+def said(error):
+    """An error in a few words."""
+    reason = getattr(error, "strerror", None) or error
+    return f"{type(error).__name__}: {reason}"
+
+
+def has_csv(folder):
+    """Whether a folder is a report's: one of runs may hold a report on them, too."""
+    if not (folder / "runs.csv").exists():
+        return False
+    return not any((path / "config.json").exists() for path in subfolders(folder))
+
+
+def subfolders(folder):
+    """The folders in a folder, sorted; a link to one of them is none."""
+    real = {}
+    for path in sorted(folder.glob("*"), key=lambda path: (path.is_symlink(), path)):
+        if path.is_dir():
+            real.setdefault(path.resolve(), path)
+    return sorted(real.values())
+
+
+def printable(value):
+    """value, or what it contains, with \\udcff for what is no character.
+
+    Linux has such names of folders, and JSON such strings.
     """
-
-    name: str
-    script: str
-    args: dict
-    state: str  # finished, unfinished; in a sweep also waiting, running, failed
-    command: str = ""
-    note: str = ""
-    row: dict = field(default_factory=dict)
-    machine: str = ""
-    variant: str = ""
-    mark: str = ""  # in variant: of a run to compare with
-    at: dict = field(default_factory=dict)
-    returns: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    folder: Path | None = None
-    damage: str = ""
-
-    env_id = property(lambda self: str(self.args.get("env_id", "unknown")))
-    seed = property(lambda self: self.args.get("seed", "unknown"))
-    planned_steps = property(lambda self: self.args.get("total_timesteps"))
-
-    @property
-    def score(self):
-        """Mean return of a finished run's last 100 training episodes.
-
-        None for others, and where it isn't finite.
-        """
-        value = self.row.get("last_100", "")
-        if self.state == "finished" and value != "" and np.isfinite(value):
-            return float(value)
-        return None
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, list):
+        return [printable(x) for x in value]
+    if isinstance(value, dict):
+        return {printable(name): printable(x) for name, x in value.items()}
+    return value
 
 
-def read_arrays(folder):
-    """A run's folder -> (when its episodes ended, their returns).
-
-    The first is {"steps", "wall time": (episodes,) float64, ascending, s}; the second is
-    (episodes,).
-    """
-    columns = ("global_step", "wall_seconds", "return")
-    table = [[float(episode[name]) for name in columns] for episode in read_episodes(folder)]
-    table = np.array(table).reshape(-1, 3)
-    if not np.isfinite(table[:, :2]).all():
-        raise ValueError("a step or a time in episodes.csv is no number")
-    ascending = np.maximum.accumulate(table[:, :2])
-    return {"steps": ascending[:, 0], "wall time": ascending[:, 1]}, table[:, 2]
+# A run's folder
 
 
-def read_begun(folder):
-    """A run's folder -> Run. Raises DAMAGE."""
-    config = read_config(folder)
-    row = read_run(folder)
-    at, returns = read_arrays(folder)
-    if not isinstance(config["args"].get("total_timesteps", 0), int):
+def read_run(folder):
+    """A run's folder -> (its row, its episodes). Raises DAMAGE."""
+    config = printable(json.loads((folder / "config.json").read_bytes()))
+    args = config["args"]
+    planned_steps = args.get("total_timesteps", np.nan)
+    if isinstance(planned_steps, bool) or not isinstance(planned_steps, (int, float)):
         raise ValueError("total_timesteps in config.json is no number")
+    command = config["command"]
+    script = Path(config.get("script") or command[0])
+    episodes = read_episodes(folder / "episodes.csv")
+    evaluation, damage = read_evaluation(folder)
+    row = {
+        "run": printable(folder.absolute().name),
+        "folder": folder,
+        "env_id": str(args["env_id"]),
+        "script": script.stem,
+        "script_folder": str(script.parent) if script.is_absolute() else "",
+        "text": hash_of(folder / script.name),
+        "seed": args["seed"] if isinstance(args["seed"], int) else str(args["seed"]),
+        "args": args,
+        "defaults": dict(config["defaults"]) if "defaults" in config else None,
+        "state": "unfinished" if evaluation is None else "finished",
+        "damage": damage,
+        "begun": True,
+        "planned_steps": planned_steps,
+        "versions": versions_of(config["versions"]),
+        "machine": machine_of(config),
+        "git_commit": str(config["git_commit"] or "unknown"),
+        "command": without_paths(shlex.join(["python", script.name, *command[1:]])),
+    }
+    row |= summary_of(episodes) | evaluation_of(evaluation)
+    return row | {"score": score_of(row)}, episodes
+
+
+def read_episodes(path):
+    """A run's episodes.csv -> frame with the columns EPISODE, ascending. Raises DAMAGE."""
+    text = path.read_bytes() if path.exists() else b""
+    whole = text[: text.rfind(b"\n") + 1]  # the last line may be half written
+    if not whole:
+        return pd.DataFrame(columns=EPISODE, dtype=float)
+    frame = pd.read_csv(
+        io.BytesIO(whole), usecols=EPISODE, dtype=float, float_precision="round_trip"
+    )
+    episodes = frame[list(EPISODE)]
+    if not np.isfinite(episodes[["global_step", "wall_seconds"]].to_numpy()).all():
+        raise ValueError("a step or a time in episodes.csv is no number")
+    ascending = episodes[["global_step", "wall_seconds"]].cummax()
+    return episodes.assign(**ascending)
+
+
+def hash_of(path):
+    """The first 8 hex digits of the sha256 of a file, "" where there is none."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+    except OSError:
+        return ""
+
+
+def versions_of(versions):
+    return " ".join(f"{name}={versions[name]}" for name in PACKAGES if name in versions)
+
+
+def machine_of(config):
+    """What config.json says of the machine, in words."""
     words = map(str, config.get("machine", ()))
     machine = " ".join(word for word in words if not word.startswith("#"))
     for name, unit in (("cores", "cores"), ("device", "")):
         if name in config:
             machine += f", {config[name]} {unit}".rstrip()
-    return Run(
-        row["run"],
-        row["script"],
-        config["args"],
-        row["status"],
-        row["command"],
-        row=row,
-        machine=machine,
-        at=at,
-        returns=returns,
-        folder=folder,
-        damage=read_evaluation(folder)[1],
+    return machine
+
+
+def summary_of(episodes):
+    """The columns of a run that its episodes tell."""
+    returns = episodes["return"].to_numpy()
+    summary = {
+        "episodes": len(returns),
+        "not_finite": np.count_nonzero(~np.isfinite(returns)),
+    }
+    if not len(returns):
+        return summary
+    steps = episodes["global_step"].iloc[-1]
+    wall = episodes["wall_seconds"].iloc[-1]
+    with np.errstate(invalid="ignore"):  # returns may be infinite
+        means = {"last_100": np.mean(returns[-100:]), "last_20": np.mean(returns[-20:])}
+    return (
+        summary
+        | means
+        | {
+            "steps": steps,
+            "wall_seconds": wall,
+            "steps_per_second": steps / wall if wall else np.nan,
+        }
     )
 
 
-def read_word(word, default):
-    """A word of a command line as the value that config.json has for it.
+def evaluation_of(returns):
+    """The columns of a run that its evaluation tells. returns: of its episodes, None without."""
+    columns = {"evaluation_episodes": len(returns or ())}
+    if returns:
+        with np.errstate(invalid="ignore"):  # returns may be infinite
+            columns |= {"evaluation_mean": np.mean(returns), "evaluation_std": np.std(returns)}
+    return columns
 
-    Its type is that of the flag's default.
+
+def score_of(row):
+    """last_100 of a finished run, NaN of others and where it isn't finite."""
+    value = row.get("last_100", np.nan)
+    if row["state"] != "finished" or not np.isfinite(value):
+        return np.nan
+    return value
+
+
+# A sweep
+
+
+def planned_row(store, plan, name, job):
+    """The row of a run that has only been planned."""
+    record = printable(plan["runs"][name])
+    script = Path(record["script"])
+    defaults = plan["scripts"].get(plan["runs"][name]["script"], {}).get("defaults")
+    note = job["error"]
+    if not note and job["state"] == "failed":
+        note = last_line(store.log(name))
+    planned_steps = record["args"].get("total_timesteps")
+    is_number = isinstance(planned_steps, (int, float))
+    return {
+        "run": name,
+        "folder": store.run_dir(name),
+        "env_id": record["env_id"],
+        "script": script.stem,
+        "script_folder": str(script.parent),
+        "seed": record["seed"],
+        "suite_variant": record["variant"],
+        "args": record["args"],
+        "defaults": printable(defaults),
+        "state": job["state"],
+        "note": printable(without_paths(note)),
+        "planned_steps": planned_steps if is_number else np.nan,
+        "command": without_paths(shlex.join(["python", str(script), *record["words"]])),
+    }
+
+
+def known_to_sweep(planned, found):
+    """What the plan and the job know better than a run's own folder.
+
+    planned, found: the rows of both. That a run is finished is its folder's to say: it may have
+    become so since the job was read.
     """
-    if isinstance(default, str):
-        return word
-    try:
-        value = json.loads(word)
-    except ValueError:
-        return word
-    return float(value) if isinstance(default, float) else value
+    if not planned:
+        return {}
+    names = ["suite_variant", "note"]
+    if found["state"] != "finished":
+        names.append("state")
+    if found["defaults"] is None:
+        names.append("defaults")
+    return {name: planned[name] for name in names}
 
 
-def planned_args(defaults, words):
-    """The flags of a run that hasn't begun.
+# CSVs
 
-    They are the script's defaults, and what its command line changes.
+
+def write_csv(folder, runs, curves):
+    """Writes runs.csv, and curves.csv where there are curves: read() makes the same runs of them.
+
+    runs, curves: frames as in Data. Runs of one name get a number behind it.
     """
-    args = dict(defaults)
-    flags = defaultdict(list)
-    flag = "words"
-    for word in words:
-        if word.startswith("--"):
-            flag = word[2:].replace("-", "_")
-            flags[flag] = []
-        else:
-            flags[flag].append(word)
-    for flag, values in flags.items():
-        values = [read_word(value, defaults.get(flag)) for value in values]
-        if isinstance(defaults.get(flag), list):
-            args[flag] = values
-        elif values:
-            args[flag] = values[0]
-        else:
-            args[flag.removeprefix("no_")] = not flag.startswith("no_")
-    return args
+    names = unique_names(runs["run"])
+    table = runs.assign(run=names)[CSV_COLUMNS]
+    for name, kind in RUN_COLUMNS.items():
+        if kind == WHOLE and name in table:
+            table[name] = table[name].astype("Int64")
+    folder.mkdir(parents=True, exist_ok=True)
+    table.to_csv(folder / "runs.csv", index=False, encoding="utf-8", na_rep="")
+    path = folder / "curves.csv"
+    if curves.empty:
+        path.unlink(missing_ok=True)
+        return
+    by_id = dict(zip(runs["id"], names, strict=True))
+    points = curves.assign(run=curves["id"].map(by_id))[["run", *EPISODE]]
+    points.to_csv(path, index=False, float_format=f"%.{CURVE_DIGITS}g")
 
 
-def read_sweep(folder):
-    """A sweep's folder -> (runs, troubles): those planned, begun or not, and others in runs/."""
-    plan = read_json(folder / "sweep.json").get("runs")
-    runs = []
-    troubles = []
-    if not isinstance(plan, dict):
-        troubles.append(f"sweep.json of {folder.name} doesn't say which runs are planned")
-        plan = {}
-    begun = [path.name for path in subfolders(folder / "runs")]
-    for name in [*plan, *(name for name in begun if name not in plan)]:
-        job = read_job(folder, name)
-        damage = ""
-        run = None
+def unique_names(names):
+    """names, with " (2)" and so on behind those that were there before."""
+    made = []
+    taken = set()
+    for name in names:
+        count = 1
+        new = name
+        while new in taken:
+            count += 1
+            new = f"{name} ({count})"
+        taken.add(new)
+        made.append(new)
+    return made
+
+
+def read_table(path, needed):
+    """A CSV -> [dict of str], which have the columns needed. Raises DAMAGE."""
+    with open(path, newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file, restval="")
+        missing = [name for name in needed if name not in (reader.fieldnames or ())]
+        if missing:
+            raise ValueError(f"it has no column {', '.join(missing)}")
         try:
-            if name in begun:
-                run = read_begun(folder / "runs" / name)
-        except DAMAGE as error:
-            if name not in plan or job["state"] in ENDS:  # else it has just begun
-                damage = f"{name}: not a run, or damaged ({type(error).__name__}: {error})"
-        if run is None and name in plan:
-            try:
-                script, words = plan[name]["script"], plan[name]["words"]
-                args = planned_args(script_defaults([script]), words)
-                command = shlex.join(["python", script, *words])
-                run = Run(name, Path(script).stem, args, job["state"], command)
-                run.folder = folder / "runs" / name
-            except DAMAGE as error:
-                damage = f"{name}: sweep.json is damaged there ({type(error).__name__}: {error})"
-        if run and name in plan:
-            run.state = job["state"]
-            if run.state == "finished":
-                run.state = run.row.get("status", "unfinished")
-            note = job["error"]
-            if not note and run.state == "failed":
-                note = last_line(folder / "logs" / f"{name}.log")
-            run.note = without_paths(note)
-        runs += [run] if run else []
-        troubles += [damage] if damage else []
-    return runs, troubles
+            return list(reader)
+        except csv.Error as error:
+            raise ValueError(str(error)) from None
 
 
-def read_runs(paths, out):
-    """Folders of runs, of sweeps, or runs -> (runs, troubles), each run once.
-
-    The folder out is none of them.
-    """
-    runs = []
-    troubles = []
-    seen = set()
-    out = out and out.resolve()
-    for path in paths:
-        if path.resolve() in seen:
-            continue
-        seen.add(path.resolve())
-        if (path / "sweep.json").exists():
-            found, wrong = read_sweep(path)
-            runs += [run for run in found if run.folder.resolve() not in seen]
-            troubles += wrong
-            seen |= {folder.resolve() for folder in (path / "runs").glob("*")}
-            continue
-        if (path / "config.json").exists():
-            folders = [path]
-        else:
-            folders = [p for p in subfolders(path) if p.resolve() not in {*seen, out}]
-            seen |= {folder.resolve() for folder in folders}
-        for folder in folders:
-            try:
-                runs.append(read_begun(folder))
-            except DAMAGE as error:
-                name = folder.absolute().name
-                what = f"{type(error).__name__}: {error}"
-                troubles.append(f"{name}: not a run, damaged or just begun ({what})")
-    return runs, [printable(without_paths(trouble)) for trouble in troubles]
-
-
-def without_paths(text):
-    """text with the absolute paths in it cut to their last part."""
-    path = r"(?<![^\s'\"=(:,\[])(?:/[\w.@+-]+)+"
-    return re.sub(path, lambda found: found[0].rsplit("/", 1)[1], text)
-
-
-def name_variants(runs, others):
-    """Gives each run its variant -> {script: flags that all its variants have}.
-
-    A variant is the script and the flags that differ from its defaults, or, for a script of
-    somewhere else, from one run to another; the steps where they aren't those of most runs of the
-    variant (of others where runs has none), or where there is no most. others are to be compared,
-    and get a mark. What all variants of a script have in common is no part of their names: it is
-    what is returned, as on a command line.
-    """
-    everything = runs + others
-    shared = {}
-    for script in {run.script for run in everything}:
-        same = [run for run in everything if run.script == script]
-        # Of one that hasn't begun not all flags may be known
-        known = [run for run in same if run.row] or same
-        defaults = script_defaults([script]) or {
-            name: x
-            for name, x in known[0].args.items()
-            if all(run.args.get(name) == x for run in known)
-        }
-        flags = [
-            {
-                name: x
-                for name, x in run.args.items()
-                if name not in NO_VARIANT and (name not in defaults or x != defaults[name])
-            }
-            for run in same
-        ]
-        common = {
-            name: x for name, x in flags[0].items() if all(other.get(name) == x for other in flags)
-        }
-        if all(other == common for other in flags):  # one variant is named in full
-            common = {}
-        shared[script] = without_paths(changed_flags(common, {}))
-        for run, own in zip(same, flags):
-            own = {name: x for name, x in own.items() if name not in common}
-            run.variant = without_paths(f"{script} {changed_flags(own, {})}".rstrip())
-    lengths = defaultdict(Counter)
-    for group in (runs, others):
-        known = set(lengths)
-        for run in group:
-            if run.planned_steps and (run.env_id, run.variant) not in known:
-                lengths[run.env_id, run.variant][run.planned_steps] += 1
-    for run in everything:
-        usual = lengths[run.env_id, run.variant].most_common(2)
-        no_most = len(usual) == 2 and usual[0][1] == usual[1][1]
-        if run.planned_steps and (no_most or run.planned_steps != usual[0][0]):
-            run.variant += f" --total-timesteps {run.planned_steps}"
-    mark = mark_of(runs, others)
-    for run in others:
-        run.mark = f" ({mark})"
-        run.variant += run.mark
-    return {script: flags for script, flags in shared.items() if flags}
-
-
-def mark_of(runs, others):
-    """What tells the others from the runs.
-
-    It is their git commit, where they have one of their own, or "compared".
-    """
-    commits = {run.row["git_commit"] for run in runs if run.row}
-    theirs = {run.row["git_commit"] for run in others if run.row}
-    if len(theirs) == 1 and not theirs & (commits | {"unknown"}):
-        return theirs.pop()
-    return "compared"
-
-
-def differences(runs):
-    """What is to be known before runs are averaged: [(what, how many, which)], strings."""
+def read_runs_csv(path):
+    """A runs.csv -> (rows of runs, troubles). Raises DAMAGE."""
     rows = []
-    for state in ("failed", "running", "waiting", "unfinished"):
-        group = [run for run in runs if run.state == state]
-        begun = [run for run in group if run.row]
-        rest = [run for run in group if not run.row]
-        if state == "failed":
-            for run in group:
-                note = run.note or "its log is empty"
-                rows.append(("failed", "1", f"{run.name}{progress(run)}: {note}"))
+    troubles = []
+    names = set()
+    for number, cells in enumerate(read_table(path, NEEDED), 2):
+        try:
+            row = row_of(cells)
+            if row["run"] in names:
+                raise ValueError("the run's name is there twice")
+        except ValueError as error:
+            troubles.append(f"line {number} ({cells['run']}): {error}; runs.csv")
             continue
-        if begun:
-            names = {"waiting": "stopped, to be resumed"}
-            names["unfinished"] = "unfinished: stopped or running"
-            rows.append((names.get(state, state), str(len(begun)), which(begun)))
-        if rest:
-            name = "not begun" if state == "waiting" else f"{state}, nothing written yet"
-            rows.append((name, str(len(rest)), which(rest)))
-    done = [run for run in runs if run.state == "finished"]
-    if silent := [run for run in done if run.score is None]:
-        name = "finished without a finite return: in no average"
-        rows.append((name, str(len(silent)), which(silent)))
-    if wrong := [run for run in runs if not np.isfinite(run.returns).all()]:
-        rows.append(("returns that aren't finite: in no curve", str(len(wrong)), which(wrong)))
-    if wrong := [run for run in runs if run.damage]:
-        names = "; ".join(f"{run.name}: {run.damage}" for run in wrong)
-        rows.append(("not finished, as their evaluation can't be read", str(len(wrong)), names))
-    if wrong := [run for run in runs if not np.isfinite(run.row.get("evaluation_mean") or 0.0)]:
-        rows.append(("evaluations that aren't finite", str(len(wrong)), which(wrong)))
-    short = [run for run in done if (run.row["steps"] or 0) < SHORT * (run.planned_steps or 0)]
-    if short:
-        name = "finished long before their planned steps: they count in full"
-        names = "; ".join(run.name + progress(run) for run in short)
-        rows.append((name, str(len(short)), names))
-    twice = Counter((run.env_id, run.variant, run.seed) for run in runs)
-    if same := [run for run in runs if twice[run.env_id, run.variant, run.seed] > 1]:
-        rows.append(("more than one run of a seed: each counts", str(len(same)), which(same)))
-    for env_id in sorted({run.env_id for run in runs}):
-        own = [run for run in runs if run.env_id == env_id]
-        rows += several(f"{env_id}: different numbers of steps", own, steps_of)
-    begun = [run for run in runs if run.row]
-    rows += several("different git commits", begun, lambda run: run.row["git_commit"])
-    rows += several("different versions", begun, lambda run: run.row["versions"])
-    rows += several("different machines: compare no speeds", begun, lambda run: run.machine)
-    return rows
+        names.add(row["run"])
+        rows.append(row)
+    return rows, troubles
 
 
-def steps_of(run):
-    return f"{run.planned_steps:,}" if run.planned_steps else "unknown"
+def row_of(cells):
+    """The cells of a line of runs.csv -> a run's row. Raises ValueError."""
+    row = {"from_csv": True}
+    for name in CSV_COLUMNS:
+        cell = cells.get(name, "")
+        kind = RUN_COLUMNS[name]
+        if kind == TEXT:
+            row[name] = cell
+        elif kind == TRUTH:
+            row[name] = truth_of(name, cell)
+        elif kind in (NUMBER, WHOLE):
+            row[name] = number_of(name, cell)
+    seed = cells.get("seed", "")
+    row["seed"] = int(seed) if seed.isdecimal() else seed
+    empty = [name for name in NEEDED if not row[name]]
+    if empty:
+        raise ValueError(f"no {', '.join(empty)}")
+    if row["state"] not in (*STATES, "unfinished"):
+        raise ValueError(f"the state {row['state']} is unknown")
+    row["family"] = row["family"] or row["script"]
+    return row | {"score": score_of(row)}
 
 
-def progress(run):
-    planned = f" of {run.planned_steps:,}" if run.planned_steps else ""
-    return f" (step {run.row['steps'] or 0:,}{planned})" if run.row else ""
+def truth_of(name, cell):
+    if cell not in ("True", "False", ""):
+        raise ValueError(f"{name} is {cell}, neither True nor False")
+    return cell == "True"
 
 
-def which(runs):
-    """Runs by environment, variant and seed, in a line.
+def number_of(name, cell):
+    if cell == "":
+        return np.nan
+    try:
+        return float(cell)
+    except ValueError:
+        raise ValueError(f"{name} is no number: {cell}") from None
 
-    Of those that aren't finished it says how far they are.
+
+def read_curves_csv(path, names):
+    """A curves.csv -> ({run: frame with the columns EPISODE}, troubles). Raises DAMAGE.
+
+    There need be none. names: the known runs.
     """
-    groups = defaultdict(list)
-    for run in sorted(runs, key=lambda run: (run.env_id, run.variant, str(run.seed).zfill(9))):
-        far = progress(run) if run.state != "finished" else ""
-        groups[run.env_id, run.variant].append(f"{run.seed}{far}")
-    return "; ".join(
-        f"{env_id}, {variant}: seed {', '.join(seeds)}"
-        for (env_id, variant), seeds in groups.items()
+    if not path.exists():
+        return {}, []
+    frame = pd.read_csv(
+        path,
+        dtype={"run": str} | dict.fromkeys(EPISODE, float),
+        usecols=["run", *EPISODE],
+        keep_default_na=False,
+        na_values={name: ["", "nan"] for name in EPISODE},
+        float_precision="round_trip",
     )
-
-
-def several(what, runs, value_of):
-    """A row for each value of value_of(run), if there is more than one.
-
-    Those of the most frequent are not listed.
-    """
-    groups = defaultdict(list)
-    for run in runs:
-        groups[value_of(run)].append(run)
-    order = sorted(groups.items(), key=lambda item: -len(item[1]))
-    if len(order) < 2:
-        return []
-    (most, group), *others = order
-    rows = [(what, str(len(group)), most)]
-    return rows + [(what, str(len(group)), f"{value}: {which(group)}") for value, group in others]
+    curves = {}
+    troubles = []
+    for name, points in frame.groupby("run", sort=False):
+        points = points[list(EPISODE)].sort_values("global_step", kind="stable")
+        if name not in names:
+            troubles.append(f"the run {name} isn't in runs.csv; curves.csv")
+        elif not np.isfinite(points[["global_step", "return"]].to_numpy()).all():
+            troubles.append(f"{name}: a step or a return is no number; curves.csv")
+        else:
+            curves[name] = points
+    return curves, troubles
 
 
 def read_published():
-    """The rows of published.csv, dicts of strings.
+    """The rows of published.csv, scores of others.
 
-    Those without a number of seeds or a deviation have "" there.
+    Columns env_id, algorithm, source, metric and more as texts; mean, std (NaN where unknown),
+    total_timesteps and seeds as numbers.
     """
-    with open(ROOT / "benchmark" / "published.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def split_version(env_id):
-    """("HalfCheetah", "v5") of HalfCheetah-v5; ("Name", "") where there is none."""
-    found = re.fullmatch(r"(.*)-(v\d+)", env_id)
-    return found.groups() if found else (env_id, "")
-
-
-def published_of(rows, script, env_id):
-    """Those of published.csv's rows for a script and an environment of any version."""
-    return [
-        row
-        for row in rows
-        if row["algorithm"] == script
-        and split_version(row["env_id"])[0] == split_version(env_id)[0]
-    ]
+    path = Path(__file__).parent / "published.csv"
+    return pd.read_csv(path, keep_default_na=False, na_values={"std": [""], "seeds": [""]})

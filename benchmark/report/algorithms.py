@@ -1,0 +1,86 @@
+"""The README's table of algorithms: what each script is, one score of it, and its speed."""
+
+from dataclasses import dataclass
+
+from benchmark.report.blocks import Table
+from benchmark.report.formats import mean_std, number
+from benchmark.speed.tables import ratios, spread
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A script, what it is, and the committed runs that its score is of."""
+
+    script: str  # stem of its file, and of its page in docs/
+    what: str
+    results: str  # folder in benchmark/results/
+    env_id: str
+
+
+HALF_CHEETAH = "HalfCheetah-v5"
+PONG = "PongNoFrameskip-v4"
+MASKED = "benchmark.environments:MaskedCartPole-v1"
+ALGORITHMS = (
+    Algorithm("vpg", "the policy gradient (REINFORCE)", "ladder_cartpole", "CartPole-v1"),
+    Algorithm("a2c", "actor and critic", "ladder_cartpole", "CartPole-v1"),
+    Algorithm("ppo", "PPO, discrete actions", "ladder_cartpole", "CartPole-v1"),
+    Algorithm("ppo_continuous_action", "PPO, continuous actions", "ppo_mujoco", HALF_CHEETAH),
+    Algorithm("ppo_atari", "PPO, Atari games", "ppo_atari", PONG),
+    Algorithm("ppo_lstm", "PPO with memory", "ppo_lstm", MASKED),
+    Algorithm("ppo_atari_lstm", "PPO with memory, Atari games", "ppo_atari_lstm", PONG),
+    Algorithm("ddpg_continuous_action", "DDPG", "ddpg_mujoco", HALF_CHEETAH),
+)
+
+
+def make_table(results, speeds):
+    """The table, its links from the repository's root.
+
+    results: {folder: frame of its runs}; speeds: frame of speed.csv.
+    """
+    rounds = speeds[speeds["round"] != "full"]
+    rows = []
+    for algorithm in ALGORITHMS:
+        script = algorithm.script
+        runs = results[algorithm.results]
+        runs = runs[(runs["script"] == script) & (runs["env_id"] == algorithm.env_id)]
+        rows.append(
+            (
+                f"[`{script}.py`]({script}.py)",
+                f"[{algorithm.what}](docs/{script}.md)",
+                score_text(runs[runs["base"]], algorithm.env_id.rpartition(":")[2]),
+                speed_text(rounds[rounds["script"] == script]),
+            )
+        )
+    return Table(("file", "what it is", "score", "speed"), rows, "words")
+
+
+def score_text(runs, env_name):
+    """What a script's runs with its defaults come to; of runs that were stopped, how far."""
+    finished = runs[runs["state"] == "finished"]
+    if not finished.empty:
+        steps = finished["planned_steps"].iloc[0]
+        seeds = "1 seed" if len(finished) == 1 else f"{len(finished)} seeds"
+        return f"{env_name}, {steps:,.0f} steps, {seeds}: {mean_std(finished['score'])}"
+    planned = in_millions(runs["planned_steps"].iloc[0])
+    steps = from_to(runs["steps"], in_millions)
+    return f"{env_name}, stopped at {steps} of {planned} steps: {from_to(runs['last_100'], number)}"
+
+
+def in_millions(steps):
+    return f"{steps / 1e6:.2g}M"
+
+
+def from_to(values, form):
+    """The lowest and the highest of several values, or the only one."""
+    texts = [form(values.min()), form(values.max())]
+    return " to ".join(dict.fromkeys(texts))
+
+
+def speed_text(rounds):
+    """PlainRL's steps per second by the peer's, of each precision; "" if it wasn't measured."""
+    texts = []
+    for program, label in (("plainrl", ""), ("plainrl --amp", "`--amp`: ")):
+        found = ratios(rounds, "steps_per_second", program, "sb3")
+        if not found.empty:
+            texts.append(f"{label}{spread(found, '.1f')}")
+    return "; ".join(texts)

@@ -1,0 +1,287 @@
+"""The figures of a report, each drawn from a frame that is also written as its CSV.
+
+A figure becomes a PNG and an SVG on white, and an SVG for the page, whose lines and letters have
+the colour of the page's text.
+"""
+
+import html
+import io
+import math
+import re
+import textwrap
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from benchmark.report.blocks import Curves, Intervals, Overview, Profile
+from benchmark.report.formats import unit_of
+
+# In the page the first becomes the text's colour, the second nothing
+INK, PAPER = "#010203", "#ffffff"
+# Okabe and Ito's: all eyes tell them apart
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Of further variants, when the colours are used up; dashed lines are unfinished runs
+STYLES = ("-", "-.", ":")
+MARKERS = "osD^vPX*<>"
+SETTINGS = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "plainrl",
+    "text.parse_math": False,
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "legend.fontsize": 8.5,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.7,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.width": 0.7,
+    "ytick.major.width": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": INK,
+    "grid.alpha": 0.12,
+    "grid.linewidth": 0.6,
+    "axes.grid": True,
+    "legend.frameon": False,
+    "axes.facecolor": PAPER,
+    "figure.facecolor": PAPER,
+    "axes.axisbelow": True,
+}
+WIDTH = 5.2  # inches
+PAGE_PIXELS = 1.55  # of the page for a point of a figure
+THIN = {
+    "finished": {"ls": "-", "lw": 0.7, "alpha": 0.35},
+    "unfinished": {"ls": "--", "lw": 0.8, "alpha": 0.8},
+}
+PUBLISHED = {"color": INK, "lw": 0.8, "ls": (0, (4, 3)), "alpha": 0.7}
+ROUND = [1, 2, 2.5, 5, 10]  # steps between ticks
+X_LABELS = {"steps": "steps", "wall_time": "wall time"}
+
+
+def looks_of(variants):
+    """{variant: (colour, line style)}, the same in all figures of a report."""
+    return {
+        variant: (COLORS[i % len(COLORS)], STYLES[i // len(COLORS) % len(STYLES)])
+        for i, variant in enumerate(variants)
+    }
+
+
+def draw(plot, looks):
+    """A plot of benchmark.report.blocks -> matplotlib's Figure; looks: see looks_of."""
+    draw_plot = {
+        Curves: draw_curves,
+        Overview: draw_overview,
+        Intervals: draw_intervals,
+        Profile: draw_profile,
+    }[type(plot)]
+    with matplotlib.rc_context(SETTINGS):
+        return draw_plot(plot, looks)
+
+
+def write_png(figure, path, dpi=200):
+    """Writes figure as a PNG of so many pixels an inch."""
+    with matplotlib.rc_context(SETTINGS):
+        figure.savefig(path, format="png", dpi=dpi)
+
+
+def to_svg(figure):
+    """figure as the text of an SVG file, the same for the same figure."""
+    text = io.StringIO()
+    with matplotlib.rc_context(SETTINGS):
+        unknown = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(text, format="svg", metadata=unknown)
+    return text.getvalue()
+
+
+def write(figure, data, folder, name):
+    """Writes NAME.png, NAME.svg and NAME.csv into folder; returns the SVG's text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    svg = to_svg(figure)
+    write_png(figure, folder / f"{name}.png")
+    (folder / f"{name}.svg").write_text(svg, encoding="utf-8")
+    data.to_csv(folder / f"{name}.csv", index=False)
+    return svg
+
+
+def inline(svg, name, title):
+    """The text of an SVG file for a page with others.
+
+    Its ids begin with name. It takes the page's colour, and its width up to a size at which its
+    letters are as large as the page's.
+    """
+    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
+    svg = svg.replace(f"fill: {PAPER}", "fill: none")
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
+    head, body = svg.split(">", 1)
+    view_box = re.search(r'viewBox="[^"]*"', head)[0]
+    width = PAGE_PIXELS * float(re.search(r'width="([\d.]+)pt"', head)[1])
+    title = html.escape(title)
+    return (
+        f'<svg {view_box} style="max-width: {width:.0f}px" role="img" aria-label="{title}" '
+        f'xmlns:xlink="http://www.w3.org/1999/xlink"><title>{title}</title>{body}'
+    )
+
+
+def fill(text, width):
+    """text in lines of width letters; a mean and its deviation stay together."""
+    return textwrap.fill(text.replace(" +- ", "\u00a0+-\u00a0"), width, break_on_hyphens=False)
+
+
+def lines_of(labels):
+    """How many lines a legend of these labels has."""
+    return sum(label.count("\n") + 1 for label in labels)
+
+
+def draw_curves(plot, looks):
+    """One environment's learning curves, with the published scores in the legend."""
+    data = plot.data
+    figure = Figure(layout="constrained")
+    axes = figure.add_subplot(ylabel="return")
+    plot_curves(axes, data, plot.x, looks, name_with_count)
+    plot_published(axes, data[data["kind"] == "published"])
+    labels = axes.get_legend_handles_labels()[1]
+    figure.set_size_inches(WIDTH, 3.1 + 0.18 * lines_of(labels))
+    figure.legend(loc="outside lower left")
+    return figure
+
+
+def name_with_count(variant, own):
+    """A variant's label: its name, and how many of its runs have finished."""
+    count = own.loc[own["kind"] == "finished", "series"].nunique()
+    return fill(f"{variant} ({count}\u00a0finished)", 58)
+
+
+def draw_overview(plot, looks):
+    """A panel of learning curves for each environment, and one legend."""
+    env_ids = list(plot.data["env_id"].unique())
+    columns = min(4, len(env_ids))
+    lines = math.ceil(len(env_ids) / columns)
+    figure = Figure(layout="constrained")
+    handles = {}
+    for i, env_id in enumerate(env_ids):
+        own = plot.data[plot.data["env_id"] == env_id]
+        axes = figure.add_subplot(lines, columns, i + 1, title=fill(env_id, 26))
+        plot_curves(axes, own, "steps", looks, lambda x, _: fill_overview(x, columns))
+        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels())}
+        limits = axes.get_ylim()
+        for mean in own.loc[own["kind"] == "published", "value"]:
+            if not beyond(limits, mean):
+                line = axes.axhline(mean, **PUBLISHED)
+                handles["published scores, where they are in the picture"] = line
+        if i % columns == 0:
+            axes.set_ylabel("return")
+    panel = 3 if columns > 1 else WIDTH
+    figure.set_size_inches(panel * columns, 2.4 * lines + 0.3 + 0.18 * lines_of(handles))
+    order = [fill_overview(variant, columns) for variant in looks]
+    names = sorted(handles, key=lambda name: order.index(name) if name in order else len(order))
+    figure.legend([handles[name] for name in names], names, loc="outside lower left")
+    return figure
+
+
+def fill_overview(variant, columns):
+    """A variant's label in an overview of so many columns."""
+    return fill(variant, 30 * columns + 20)
+
+
+def plot_curves(axes, data, x, looks, name_of):
+    """Draws single runs and centers along x; name_of: variant and its rows -> its label."""
+    curves = data[data["kind"] != "published"]
+    end = curves[x].max() or 1
+    unit, scale = unit_of(end) if x == "wall_time" else ("", 1)
+    for variant, own in curves.groupby("variant", sort=False):
+        color, style = looks[variant]
+        for (_, kind), run in own[own["kind"] != "center"].groupby(["series", "kind"], sort=False):
+            axes.plot(run[x] / scale, run["value"], **THIN[kind], color=color)
+        center = own[own["kind"] == "center"]
+        at = center[x] / scale
+        axes.fill_between(at, center["low"], center["high"], color=color, alpha=0.2, lw=0)
+        averaged = (own["kind"] == "finished").any()
+        look = {"ls": style, "lw": 2} if averaged else THIN["unfinished"]
+        axes.plot(at, center["value"], **look, color=color, label=name_of(variant, own))
+    axes.set(xlabel=", ".join(filter(None, (X_LABELS[x], unit))), xlim=(0, end / scale))
+    axes.margins(y=0.04)
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
+    if not unit:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=ROUND))
+
+
+def beyond(limits, y):
+    """Where y is, "above" or "below", if it is too far off to be shown; else "".
+
+    Too far: it would squeeze what is between the limits into half of the axes.
+    """
+    low, high = limits
+    margin = (high - low) / 2
+    if y > high + margin:
+        return "above"
+    if y < low - margin:
+        return "below"
+    return ""
+
+
+def plot_published(axes, published):
+    """Draws published means as dashed lines, each with a marker of its own."""
+    limits = axes.get_ylim()
+    for i, (label, mean) in enumerate(zip(published["series"], published["value"])):
+        side = beyond(limits, mean)
+        if side:
+            axes.plot([], [], " ", label=fill(f"{label}: {side} the picture", 58))
+            continue
+        axes.plot(
+            (0.0, (i + 1) / (len(published) + 1), 1.0),
+            [mean] * 3,
+            transform=axes.get_yaxis_transform(),
+            **PUBLISHED,
+            markevery=[1],
+            ms=4.5,
+            marker=MARKERS[i % len(MARKERS)],
+            label=fill(label, 58),
+        )
+
+
+def draw_intervals(plot, looks):
+    """A point or a bar with its interval for each row, the first above."""
+    data = plot.data
+    names = [fill(name, 30) for name in data["name"]]
+    label = fill(plot.label, 70)
+    height = 0.8 + 0.17 * label.count("\n") + sum(0.13 + 0.15 * lines_of([x]) for x in names)
+    figure = Figure((WIDTH, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.use_sticky_edges = False  # room beyond the ends of bars
+    if plot.reference is not None:
+        axes.axvline(plot.reference, color=INK, lw=0.8)
+    for i, row in enumerate(data.itertuples()):
+        color = looks[row.variant][0]
+        if plot.bars:
+            axes.barh(i, row.value, 0.6, color=color, alpha=0.6)
+        else:
+            axes.plot(row.value, i, "o", color=color, ms=6)
+        look = {"color": INK if plot.bars else color, "lw": 1.6, "solid_capstyle": "butt"}
+        axes.plot([row.low, row.high], [i, i], **look)
+    axes.set_yticks(range(len(data)), names, fontsize=8.5)
+    axes.set(ylim=(len(data) - 0.4, -0.6), xlim=plot.limits)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
+    # Of the figure: the axes may be narrow beside long names
+    figure.supxlabel(label, fontsize=9)
+    axes.grid(axis="y", visible=False)
+    return figure
+
+
+def draw_profile(plot, looks):
+    """The share of runs above each score, with its interval."""
+    figure = Figure(layout="constrained")
+    axes = figure.add_subplot(xlabel=plot.label, ylabel="share of runs above it")
+    labels = []
+    for variant, own in plot.data.groupby("variant", sort=False):
+        color, style = looks[variant]
+        labels.append(fill(variant, 58))
+        axes.fill_between(own["tau"], own["low"], own["high"], color=color, alpha=0.2, lw=0)
+        axes.plot(own["tau"], own["value"], style, color=color, lw=2, label=labels[-1])
+    axes.set_ylim(-0.02, 1.02)
+    figure.set_size_inches(WIDTH, 2.9 + 0.18 * lines_of(labels))
+    figure.legend(loc="outside lower left")
+    return figure

@@ -1,0 +1,269 @@
+"""Flags as words, and the names of variants: which runs a report takes for the same thing.
+
+A variant is what a suite calls it, or else the script and the flags that differ from its defaults.
+Runs with different flags, from different scripts of one name, or from the two sides of --compare
+never share a name.
+"""
+
+import re
+import shlex
+from collections import Counter, defaultdict
+from pathlib import PurePosixPath
+
+import pandas as pd
+
+# Flags that change what a run shows or how fast it is, not what it learns
+RUN_ONLY = (
+    "exp_name",
+    "torch_deterministic",
+    "cuda",
+    "compile",
+    "num_threads",
+    "track",
+    "wandb_project_name",
+    "wandb_entity",
+    "capture_video",
+    "video_interval",
+    "save_model",
+    "checkpoint_interval",
+    "eval_episodes",
+    "eval_max_steps",
+    "eval_interval",
+    "resume",
+    "evaluate",
+)
+NO_VARIANT = (*RUN_ONLY, "total_timesteps", "env_id", "seed", "run_name")  # make no variant
+
+
+def words_of(flags):
+    """Flags by their names in Args -> the words of a command line, a tuple of str."""
+    words = []
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if value is False:
+            words.append(f"--no-{flag}")
+            continue
+        words.append(f"--{flag}")
+        if isinstance(value, (list, tuple)):
+            words += map(str, value)
+        elif value is not True:
+            words.append(str(value))
+    return tuple(words)
+
+
+def changed_flags(args, defaults):
+    """The flags that make a variant: those in args that differ from the defaults, a dict."""
+    return {
+        name: value
+        for name, value in args.items()
+        if name not in NO_VARIANT and (name not in defaults or value != defaults[name])
+    }
+
+
+def text_of(flags):
+    """Flags -> words to read: 400.0 is 400, and of an absolute path only the last part is left."""
+    return without_paths(shlex.join(words_of({x: plain(y) for x, y in flags.items()})))
+
+
+def plain(value):
+    """A flag's value with whole numbers in place of floats that are whole."""
+    if isinstance(value, list):
+        return [plain(x) for x in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def without_paths(text):
+    """text with the absolute paths in it cut to their last part."""
+    path = r"(?<![^\s'\"=(:,\[])(?:/[\w.@+-]+)+"
+    return re.sub(path, lambda found: found[0].rsplit("/", 1)[1], text)
+
+
+def name_variants(runs):
+    """Names the variants of runs -> (runs, notes).
+
+    runs: a frame as benchmark.runs has it. Of runs of a CSV, which have their names already, only
+    what sets them apart from others here is added. notes: sentences on flags that the names don't
+    show.
+    """
+    rows = runs.to_dict("records")
+    read = [row for row in rows if not row["from_csv"]]
+    for script in sorted({row["script"] for row in read}):
+        name_script([row for row in read if row["script"] == script])
+    tell_apart(rows)
+    add_steps(rows)
+    notes = notes_of(rows)
+    add_marks(rows)
+    named = pd.DataFrame(rows, columns=runs.columns, index=runs.index)
+    return named.astype(runs.dtypes), notes
+
+
+def name_script(rows):
+    """Names the runs of one script, from folders."""
+    own = own_flags(rows)
+    several = any(flags != own[0] for flags in own)
+    shared = common(own) if several else {}  # the only variant is named in full
+    for row, flags, origin in zip(rows, own, origins_of(rows), strict=True):
+        rest = {name: value for name, value in flags.items() if name not in shared}
+        words = text_of(rest)
+        shown = row["suite_variant"] or words
+        row["flags"] = text_of(flags)
+        row["shared"] = text_of(shared)
+        row["hidden"] = words if row["suite_variant"] else ""
+        row["base"] = not rest
+        row["family"] = row["script"] + origin
+        row["variant"] = f"{row['script']} {shown}".rstrip() + origin
+
+
+def own_flags(rows):
+    """The flags of each of a script's runs that differ from its defaults, a list of dicts.
+
+    A run that doesn't know its defaults has those of another run. Where none knows them, what all
+    runs share counts as default.
+    """
+    known = [row["defaults"] for row in rows if row["defaults"]]
+    usual = known[0] if known else common([row["args"] for row in rows if row["args"]])
+    return [changed_flags(row["args"] or {}, row["defaults"] or usual) for row in rows]
+
+
+def common(dicts):
+    """What all of several dicts have in common."""
+    if not dicts:
+        return {}
+    first, *others = dicts
+    return {
+        name: value
+        for name, value in first.items()
+        if all(name in other and other[name] == value for other in others)
+    }
+
+
+def notes_of(rows):
+    """Sentences on flags that the names of variants don't show."""
+    notes = []
+    for script in sorted({row["script"] for row in rows}):
+        own = [row for row in rows if row["script"] == script]
+        shared = defaultdict(set)
+        hidden = {}
+        for row in own:
+            shared[row["shared"]].add(row["variant"])
+            hidden[row["variant"]] = row["hidden"]
+        for words, variants in sorted(shared.items()):
+            who = f"All variants of {script}" if len(shared) == 1 else ", ".join(sorted(variants))
+            if words:
+                notes.append(f"{who} have {words}.")
+        told = [f"{variant} has {words}" for variant, words in sorted(hidden.items()) if words]
+        if told:
+            notes.append(f"{'; '.join(told)}.")
+    return notes
+
+
+def origins_of(rows):
+    """What tells scripts of one name apart: " (FOLDER)", " (COMMIT)" or both, for each run.
+
+    It is "" where all have the same. A run whose script isn't known, as it hasn't begun or kept no
+    copy of it, counts to the most frequent one. The runs to compare are told apart among
+    themselves, since they have a mark anyway.
+    """
+    labels = {}
+    for compared in (False, True):
+        group = [row for row in rows if row["compared"] == compared]
+        folders = fill_in([row["script_folder"] for row in group])
+        names = distinct_ends(set(folders))
+        for folder, name in names.items():
+            inside = [row for row, other in zip(group, folders, strict=True) if other == folder]
+            for row, text in zip(inside, text_labels(inside), strict=True):
+                parts = [part for part in (name if len(names) > 1 else "", text) if part]
+                labels[row["id"]] = f" ({', '.join(parts)})" if parts else ""
+    return [labels[row["id"]] for row in rows]
+
+
+def fill_in(values):
+    """values with the most frequent of them in place of ""."""
+    known = Counter(value for value in values if value)
+    if not known:
+        return values
+    usual = known.most_common(1)[0][0]
+    return [value or usual for value in values]
+
+
+def distinct_ends(folders):
+    """{folder: as many of its last parts as tell it from the others}."""
+    parts = {folder: PurePosixPath(folder).parts for folder in folders}
+    for count in range(1, 1 + max(map(len, parts.values()), default=0)):
+        ends = {folder: "/".join(own[-count:]) for folder, own in parts.items()}
+        if len(set(ends.values())) == len(folders):
+            return ends
+    return {folder: folder for folder in folders}
+
+
+def text_labels(rows):
+    """What tells the texts of a script in one folder apart, for each run, "" where there is one.
+
+    It is the commit, where each text has one of its own, else the beginning of the text's hash.
+    """
+    commits = defaultdict(set)
+    for row in rows:
+        if row["text"]:
+            commits[row["text"]].add(row["git_commit"])
+    if len(commits) < 2:
+        return [""] * len(rows)
+    every = [commit for own in commits.values() for commit in own]
+    by_commit = len(set(every)) == len(every) == len(commits) and "unknown" not in every
+    texts = fill_in([row["text"] for row in rows])
+    return [next(iter(commits[text])) if by_commit else f"text {text}" for text in texts]
+
+
+def tell_apart(rows):
+    """Adds the flags to variants of one name that have different ones."""
+    flags = defaultdict(set)
+    for row in rows:
+        flags[row["variant"], row["compared"]].add(row["flags"])
+    for row in rows:
+        if len(flags[row["variant"], row["compared"]]) > 1 and row["flags"]:
+            row["base"] = False
+            row["hidden"] = ""
+            row["variant"] += f" {row['flags']}"
+
+
+def add_steps(rows):
+    """Adds the steps to a variant whose runs of an environment have different ones.
+
+    Those of most of the runs go without saying. The runs to compare have the usual ones of the
+    others.
+    """
+    lengths = defaultdict(Counter)
+    for compared in (False, True):
+        known = set(lengths)
+        for row in rows:
+            key = row["env_id"], row["variant"]
+            counts = row["compared"] == compared and key not in known
+            if counts and row["planned_steps"] > 0:
+                lengths[key][row["planned_steps"]] += 1
+    for row in rows:
+        usual = lengths[row["env_id"], row["variant"]].most_common(2)
+        if not row["planned_steps"] > 0:
+            continue
+        no_most = len(usual) == 2 and usual[0][1] == usual[1][1]
+        if no_most or row["planned_steps"] != usual[0][0]:
+            row["base"] = False
+            row["variant"] += f" --total-timesteps {row['planned_steps']:.0f}"
+
+
+def add_marks(rows):
+    """Marks the variants of the runs to compare.
+
+    The mark is their git commit, where they have one that the others don't have, or "compared".
+    """
+    commits = {row["git_commit"] for row in rows if not row["compared"]}
+    theirs = {row["git_commit"] for row in rows if row["compared"] and row["git_commit"]}
+    word = "compared"
+    if len(theirs) == 1 and not theirs & (commits | {"unknown"}):
+        word = next(iter(theirs))
+    for row in rows:
+        if row["compared"]:
+            for name in ("mark", "family", "variant"):
+                row[name] += f" ({word})"
+        # A CSV may have runs that an earlier report compared
+        row["compared"] = row["mark"] != ""
