@@ -173,10 +173,3 @@ def test_docstring_names_neighbours_and_a_command(path):
     neighbours = re.search(r"Diff it against (\S+\.py(?: or \S+\.py)*)\.", words)[1].split(" or ")
     assert all((ROOT / name).is_file() and name != path.name for name in neighbours)
     assert f" python {path.name} --env-id " in words
-
-
-@pytest.mark.parametrize("page", ["README.md", "benchmark/results/README.md"])
-def test_links_lead_to_files(page):
-    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", (ROOT / page).read_text())
-    assert len(links) > 5
-    assert not [link for link in links if not ((ROOT / page).parent / link).exists()]

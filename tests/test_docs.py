@@ -1,0 +1,474 @@
+"""README and docs: links lead somewhere, flags and files exist, commands parse, examples work.
+
+Pages are found, not named here, so a new one is covered. Nothing that a command line names is
+started: scripts and benchmark commands only read their flags.
+"""
+
+import ast
+import functools
+import importlib
+import inspect
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import ale_py
+import gymnasium as gym
+import pytest
+import tyro
+from gymnasium.utils.env_checker import check_env
+
+from benchmark.store import read_evaluation, read_progress
+from benchmark.suite import SuiteError, read_suite
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "benchmark/results/README.md", *sorted(ROOT.glob("docs/*.md"))]
+SCRIPTS = {path.name: path for path in ROOT.glob("*.py")}
+COMMANDS = ("sweep", "status", "report", "speed")  # python -m benchmark.COMMAND
+SHELL = ("sh", "bash", "console")  # languages of blocks that are commands, line by line
+OTHER_PROGRAMS = (".", "mkdir", "tensorboard")  # whose words nobody here can check
+# Flags of programs of others
+FOREIGN_FLAGS = {"--network": "docker run", "--constraint": "sbatch", "--no-index": "git diff"}
+PLACEHOLDERS = {"SEED": "1", "STEPS": "1000000"}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?<=\n\n)(?: {4}[^\n]*\n+)+")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+@dataclass
+class Page:
+    """text: without blocks of code; blocks: (language, code) of each; spans: inline code."""
+
+    path: Path
+    text: str
+    blocks: list
+    spans: list
+
+
+@functools.cache
+def read(path):
+    text = path.read_text()
+    blocks = FENCE.findall(text)
+    text = FENCE.sub("", text)
+    blocks += [("", block.replace("\n    ", "\n").strip()) for block in INDENTED.findall(text)]
+    text = INDENTED.sub("", text)
+    return Page(path, text, blocks, re.findall(r"`([^`\n]+)`", text))
+
+
+def blocks_in(page, *languages):
+    return [code for language, code in read(page).blocks if language in languages]
+
+
+# Links
+
+
+def slugs(path):
+    """The anchors that GitHub gives the headings of a page."""
+    found = []
+    for heading in re.findall(r"^#+ +(.+)$", read(path).text, re.MULTILINE):
+        heading = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        number = sum(
+            re.fullmatch(rf"{re.escape(slug)}(-\d+)?", other) is not None for other in found
+        )
+        found.append(f"{slug}-{number}" if number else slug)
+    return found
+
+
+def is_broken(page, link):
+    name, _, anchor = link.partition("#")
+    target = page.parent / name if name else page
+    if not target.exists():
+        return True
+    return bool(anchor) and anchor not in slugs(target)
+
+
+@pages
+def test_links_lead_to_files_and_headings(page):
+    text = re.sub(r"`[^`\n]*`", "", read(page).text)
+    links = re.findall(r"\]\((?!https?://)([^)\s]+)\)", text)
+    assert not [link for link in links if is_broken(page, link)]
+
+
+def test_a_broken_link_is_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# One `two`, *three*\n\n## [Four](x.md)\n\n## Four\n\n```sh\n# five\n```\n")
+    links = ["page.md", "#one-two-three", "page.md#four", "#four-1"]
+    wrong = ["other.md", "#five", "page.md#four-2"]
+    assert [link for link in links + wrong if is_broken(page, link)] == wrong
+
+
+@pages
+def test_every_page_is_reached_from_the_readme(page):
+    index = (ROOT / "README.md").read_text() + (ROOT / "docs/README.md").read_text()
+    assert page.name in index
+
+
+@pages
+def test_files_named_in_the_text_exist(page):
+    names = [span for span in read(page).spans if re.fullmatch(r"(benchmark|tests|docs)/\S+", span)]
+    paths = [name.partition("::")[0] for name in names if not re.search(r"[A-Z]{3}|[{<]", name)]
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+# Flags
+
+
+@functools.cache
+def load_script(name):
+    return importlib.import_module(name.removesuffix(".py"))
+
+
+def flags_of_script(name):
+    flags = set()
+    for field in fields(load_script(name).Args):
+        word = field.name.replace("_", "-")
+        flags |= {f"--{word}", f"--no-{word}"} if field.type is bool else {f"--{word}"}
+    return flags
+
+
+def load_command(name):
+    """The module that reads the flags of `python -m benchmark.NAME`."""
+    module = importlib.import_module(f"benchmark.{name}")
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"benchmark.{name}.__main__")
+    return module
+
+
+class HasRead(Exception):
+    """Stops a main that has read its flags."""
+
+
+def read_words(module):
+    """What a script or command makes of sys.argv; it does nothing else."""
+    for name in ("parse_args", "read_flags"):
+        if hasattr(module, name):
+            reader = getattr(module, name)
+            return reader(sys.argv[1:]) if inspect.signature(reader).parameters else reader()
+    with pytest.MonkeyPatch.context() as patch:
+        cli = tyro.cli
+
+        def read_and_stop(*args, **options):
+            raise HasRead(cli(*args, **options))
+
+        patch.setattr(tyro, "cli", read_and_stop)
+        with pytest.raises(HasRead) as stop:
+            module.main()
+    return stop.value.args[0]
+
+
+@pytest.fixture
+def parse(monkeypatch, capsys, tmp_path):
+    """parse(module, words): what the module makes of the words, and what it has printed.
+
+    The former is None where the words end the program, as --help does; an error fails the test.
+    """
+
+    def parse(module, words):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [module.__name__, *words])
+        try:
+            found = read_words(module)
+        except SystemExit as stop:
+            found = None
+            assert not stop.code, f"{shlex.join(words)}: {capsys.readouterr().err}"
+        return found, capsys.readouterr().out
+
+    return parse
+
+
+@pytest.fixture
+def flags_of_command(parse, monkeypatch):
+    """flags_of_command(name): of `python -m benchmark.NAME`, of a sweep with every backend."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def find(name):
+        module = load_command(name)
+        helps = [parse(module, ["--help"])[1]]
+        if name == "sweep":
+            backends = ("local", "docker", "slurm", "ray")
+            helps += [parse(module, ["--backend", backend, "--help"])[1] for backend in backends]
+        return set(FLAG.findall(" ".join(helps)))
+
+    return find
+
+
+@pages
+def test_flags_named_in_the_text_exist(page, flags_of_command):
+    """In a script or a command that the page names."""
+    whole = page.read_text()
+    flags = {"--help", *FOREIGN_FLAGS}
+    for name in SCRIPTS:
+        if re.search(rf"\b{name}\b", whole):
+            flags |= flags_of_script(name)
+    for name in COMMANDS:
+        if f"benchmark.{name}" in whole:
+            flags |= flags_of_command(name)
+    named = {flag for span in read(page).spans for flag in FLAG.findall(span)}
+    assert not named - flags
+
+
+# Commands
+
+
+def split_commands(code):
+    """The commands of a block of shell code -> lists of words, without variables set for them."""
+    commands = []
+    for line in code.replace("\\\n", " ").splitlines():
+        words = [PLACEHOLDERS.get(word, word) for word in shlex.split(line, comments=True)]
+        while words:
+            end = next((i for i, word in enumerate(words) if word in ("&&", "|", ";")), len(words))
+            command = words[:end]
+            while command and re.fullmatch(r"[A-Z_]+=.*", command[0]):
+                del command[0]
+            commands.append(command)
+            words = words[end + 1 :]
+    return [command for command in commands if command]
+
+
+def commands_in(page):
+    """Of blocks of shell code all lines, elsewhere what looks like a command."""
+    commands = []
+    for code in blocks_in(page, *SHELL):
+        commands += split_commands(code)
+    starts = re.compile(r"(python|make|uv run|git diff|docker run) ")
+    for code in blocks_in(page, ""):
+        lines = code.replace("\\\n", " ").splitlines()
+        commands += [
+            words for line in lines if starts.match(line) for words in split_commands(line)
+        ]
+    for span in read(page).spans:
+        if starts.match(span):
+            commands += split_commands(span)
+    return commands
+
+
+class Checker:
+    """Looks at commands, as if given in a folder.
+
+    copies: {name: script}, what the page has made by cp.
+    """
+
+    def __init__(self, folder, parse, monkeypatch):
+        self.folder = folder
+        self.parse = parse
+        self.monkeypatch = monkeypatch
+        self.copies = {}
+
+    def check(self, words):
+        program, *rest = words
+        if program in ("python", ".venv/bin/python"):
+            rest = rest[1:] if rest[0] == "-i" else rest
+            if rest[0] == "-m":
+                self.check_module(rest[1], rest[2:])
+            else:
+                self.check_script(rest)
+        elif program not in OTHER_PROGRAMS:
+            checks = {
+                "uv": self.check_uv,
+                "make": self.check_make,
+                "docker": self.check_docker,
+                "git": self.check_git,
+                "cp": self.check_cp,
+                "pip": self.check_pip,
+            }
+            assert program in checks, f"unknown program {program}"
+            checks[program](rest)
+
+    def check_script(self, words):
+        name = self.copies.get(words[0], words[0])
+        if name.startswith("my_"):  # the reader's own
+            return
+        assert name in SCRIPTS, f"there is no {name}"
+        module = load_script(name)
+        saved = {"script": name, "args": asdict(module.Args())}
+        self.monkeypatch.setattr(module, "load_checkpoint", lambda path: saved)
+        found, _ = self.parse(module, words[1:])
+        if found is not None:
+            check_env_id(found[0].env_id)
+
+    def check_module(self, name, words):
+        if name == "pytest":
+            return self.check_tests(words)
+        top, _, command = name.partition(".")
+        assert top == "benchmark", f"unknown module {name}"
+        if command == "report.results":
+            assert (ROOT / "benchmark/report/results.py").exists() and not words
+            return
+        assert command in COMMANDS, f"there is no {name}"
+        for word in words:
+            if word.startswith("benchmark/results/") and not word.endswith(".csv"):
+                assert (ROOT / word).exists(), word
+            if command in ("report", "status") and not word.startswith("-"):
+                (self.folder / word).mkdir(parents=True, exist_ok=True)
+        self.parse(load_command(command), words)
+        if command == "sweep":
+            check_suite_exists(words[0])
+
+    def check_tests(self, words):
+        """Files, FILE::TEST, and -k TEST after a file."""
+        texts = [(ROOT / word.partition("::")[0]).read_text() for word in words if ".py" in word]
+        names = [word.partition("::")[2] for word in words if "::" in word]
+        names += [name for flag, name in zip(words, words[1:]) if flag == "-k"]
+        assert texts
+        assert not [name for name in names if f"def {name}" not in "".join(texts)]
+
+    def check_uv(self, words):
+        assert words[0] == "run"
+        self.check_script(words[1:])
+
+    def check_make(self, words):
+        targets = re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert not [word for word in words if "=" not in word and word not in targets]
+
+    def check_docker(self, words):
+        if words[0] == "run":
+            self.check_script(words[words.index("plainrl") + 1 :])
+
+    def check_git(self, words):
+        assert words[:2] == ["diff", "--no-index"]
+        assert not [name for name in words[2:] if name not in {**SCRIPTS, **self.copies}]
+
+    def check_cp(self, words):
+        source, target = words
+        assert source in SCRIPTS
+        self.copies[target] = source
+
+    def check_pip(self, words):
+        files = [file for flag, file in zip(words, words[1:]) if flag == "-r"]
+        assert not [file for file in files if not (ROOT / file).exists()]
+
+
+def check_env_id(env_id):
+    """That an environment is registered, unless it is the reader's or of another package."""
+    module, _, name = env_id.rpartition(":")
+    if env_id == "ENV" or module.startswith("my_") or env_id.startswith("dm_control/"):
+        return
+    gym.register_envs(ale_py)
+    if module:
+        importlib.import_module(module)
+    gym.spec(name)
+
+
+def check_suite_exists(name):
+    path = ROOT / name if name.endswith(".toml") else ROOT / f"benchmark/suites/{name}.toml"
+    assert name.startswith("my_") or path.exists(), f"there is no suite {name}"
+
+
+@pages
+def test_commands_parse(page, tmp_path, parse, monkeypatch):
+    checker = Checker(tmp_path, parse, monkeypatch)
+    for words in commands_in(page):
+        checker.check(words)
+
+
+def test_commands_are_found_in_every_form():
+    code = 'A=1 python x.py --b "c d" \\\n    --e  # no f\nmake g && . h\n'
+    wanted = [["python", "x.py", "--b", "c d", "--e"], ["make", "g"], [".", "h"]]
+    assert split_commands(code) == wanted
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python ppo.py --clip 0.1",
+        "python ppo.py --num-steps 0",
+        "python ppo.py --env-id CartPole-v9",
+        "python ppo.py --resume runs/NAME --gamma 0.5",
+        "python ppo9.py",
+        "python -m benchmark.sweep no_such_suite",
+        "python -m benchmark.sweep ppo_mujoco --partition gpu",
+        "python -m benchmark.collect runs",
+        "python -m pytest tests/test_ppo.py::test_of_nothing",
+        "python -m pytest tests/test_ppo.py -k test_of_nothing",
+        "python -m pytest tests/test_of_nothing.py",
+        "make coffee",
+        "git diff --no-index ppo.py ppo9.py",
+        "pyhton ppo.py",
+    ],
+)
+def test_a_wrong_command_is_noticed(line, tmp_path, parse, monkeypatch):
+    (words,) = split_commands(line)
+    with pytest.raises((AssertionError, FileNotFoundError, gym.error.Error)):
+        Checker(tmp_path, parse, monkeypatch).check(words)
+
+
+# Examples
+
+
+def is_suite(code):
+    return "[[runs]]" in code
+
+
+@pages
+def test_suites_can_be_read(page, tmp_path):
+    checker = Checker(tmp_path, None, None)
+    for words in commands_in(page):
+        if words[0] == "cp":
+            checker.check_cp(words[1:])
+    for name, source in checker.copies.items():
+        (tmp_path / name).write_text(SCRIPTS[source].read_text())
+    for i, code in enumerate(filter(is_suite, blocks_in(page, "toml"))):
+        path = tmp_path / f"suite_{i}.toml"
+        path.write_text(code)
+        try:
+            assert read_suite(path)
+        except SuiteError as error:
+            pytest.fail(str(error))
+
+
+@pages
+def test_python_code_is_valid(page):
+    for code in blocks_in(page, "python"):
+        ast.parse(code)
+
+
+def find_example(page, text):
+    """The only block of Python on a page with this text."""
+    (code,) = [code for code in blocks_in(ROOT / "docs" / page, "python") if text in code]
+    return code
+
+
+def test_the_example_of_an_environment_works(monkeypatch):
+    monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
+    exec(find_example("environments.md", "gym.register"), {"__name__": "my_module"})
+    env = gym.make("Target-v0")
+    check_env(env.unwrapped, skip_render_check=True)
+    make_env = load_script("ppo_continuous_action.py").make_env
+    monkeypatch.setattr(gym, "make", lambda name, **options: env)
+    obs, _ = make_env("my_module:Target-v0").reset(seed=1)
+    assert obs.shape == (2,)
+
+
+def test_the_example_of_a_script_can_be_swept(tmp_path):
+    """Read by a suite, run, stopped by SIGTERM, resumed; what it leaves is a finished run."""
+    script = tmp_path / "my_search.py"
+    script.write_text(find_example("custom_scripts.md", "class Args"))
+    suite = tmp_path / "my_suite.toml"
+    table = 'script = "my_search.py"\nenv_ids = ["CartPole-v1"]\nseeds = 1\n'
+    suite.write_text(f"[[runs]]\n{table}flags = {{ total_timesteps = 1000000000 }}\n")
+    (run,) = read_suite(suite)
+    folder = tmp_path / "runs" / run.name
+
+    process = subprocess.Popen([sys.executable, script, *run.words], cwd=tmp_path)
+    while not (folder / "checkpoint.pt").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 143
+    config = json.loads((folder / "config.json").read_text())
+    assert config["args"] == run.args
+    stopped_at = read_progress(folder, 10**9)["step"]
+
+    config["args"]["total_timesteps"] = stopped_at + 1
+    (folder / "config.json").write_text(json.dumps(config))
+    subprocess.run([sys.executable, script, "--resume", folder], cwd=tmp_path, check=True)
+    assert len(read_evaluation(folder)[0]) == 10
+    assert read_progress(folder, 10**9)["step"] > stopped_at
