@@ -1,9 +1,10 @@
 # make train: a trained HalfCheetah from a bare machine; make test: lint and tests; make test-engines: sweeps on a real
-# Docker, Slurm and Ray. All set up .venv on first use.
+# Docker, Slurm and Ray; make results: the committed figures and tables, redrawn from the committed CSVs. All set up .venv
+# on first use.
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: train test test-engines lint
+.PHONY: train test test-engines results lint
 
 train: .venv/installed
 	$(RUN) ppo_continuous_action.py
@@ -13,7 +14,10 @@ test: lint
 
 test-engines: .venv/installed
 	$(RUN) -m pip install --quiet --requirement requirements-sweep.txt
-	$(RUN) -m pytest -q -s tests/engines.py
+	$(RUN) -m pytest -q -s tests/benchmark/real_engines.py
+
+results: .venv/installed
+	$(RUN) -m benchmark.report.results
 
 lint: .venv/installed
 	$(RUN) -m ruff format --check .
