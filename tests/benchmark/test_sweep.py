@@ -399,6 +399,17 @@ def test_a_run_that_a_killed_sweep_has_left_ends_first(watched):
     assert watched.engine.calls == [[other], [one]]
 
 
+def test_a_worker_that_finds_its_run_held_is_neither_a_miss_nor_a_stop(watched):
+    one, other = watched.runs
+    watched.engine.stops_are_final = True
+    watched.poll()
+    watched.engine.given.clear()
+    with hold(watched.store.job_lock(one)):
+        watched.poll()
+    assert not watched.cancelled and watched.misses == 0
+    assert watched.engine.calls == [[one], [other]]
+
+
 def test_a_sweep_writes_no_states(watched):
     """That is for the workers, whatever becomes of them."""
     one, _ = watched.runs

@@ -42,10 +42,10 @@ def big(tmp_path_factory, make_run, make_sweep):
     Its folder, what it printed, the page and the Markdown.
     """
     folder = tmp_path_factory.mktemp("big")
-    flags = {"env_id": "CartPole-v1", "total_timesteps": 8000}
+    steps = {"args": {"total_timesteps": 8000}}
     sweep = make_sweep(
         folder / "sweep",
-        {f"run{i}": {"seed": i} | flags for i in range(1, 8)},
+        {f"run{i}": {"seed": i} | steps for i in range(1, 8)},
         run4=("failed", "Bad <b>end</b> in /home/me/vpg.py (exit code 1)"),
         run5=("failed", ""),
         run6=("running", ""),
@@ -70,12 +70,19 @@ def big(tmp_path_factory, make_run, make_sweep):
     (sweep / "runs" / "run6" / "config.json").write_text('{"args"')
     runs = folder / "runs"
     acrobot = {"env_id": "Acrobot-v1"}
+    cheetah = {"env_id": "HalfCheetah-v5"}
     for i in (1, 2):
         none = {"seed": i, "baseline": "none"}
         make_run(runs / f"none{i}", returns=[40.0 + i] * 8, total_timesteps=8000, **none)
         make_run(runs / f"none_acro{i}", returns=[-5.0 * i] * 4, **none, **acrobot)
         make_run(runs / f"acro{i}", seed=i, returns=[-20.0 * i] * 4, **acrobot)
-        make_run(runs / f"cheetah{i}", "ppo_continuous_action", seed=i, returns=[100.0 * i] * 4)
+        make_run(
+            runs / f"cheetah{i}",
+            "ppo_continuous_action",
+            seed=i,
+            returns=[100.0 * i] * 4,
+            **cheetah,
+        )
     make_run(runs / "evil", seed=1, returns=[7.0] * 9, total_timesteps=9000, baseline=EVIL)
     make_run(
         runs / "stopped",
@@ -84,8 +91,9 @@ def big(tmp_path_factory, make_run, make_sweep):
         returns=[9000.0] * 2,
         evaluation=None,
         total_timesteps=4000,
+        **cheetah,
     )
-    make_run(runs / "again", "ppo_continuous_action", seed=2, returns=[300.0] * 4)
+    make_run(runs / "again", "ppo_continuous_action", seed=2, returns=[300.0] * 4, **cheetah)
     (runs / "broken").mkdir()
     done = subprocess.run(
         [sys.executable, "-m", "benchmark.report", sweep, runs, "--out", folder / "out"],
@@ -332,10 +340,10 @@ def test_environment_whose_returns_are_never_finite_has_no_curve(tmp_path, run_r
 
 
 def test_command_of_a_run_that_has_not_begun(tmp_path, run_report, make_sweep):
-    make_sweep(tmp_path, {"one": {"seed": 1, "env_id": "My Env-v0"}}, one=("failed", "bad"))
+    make_sweep(tmp_path, {"one": {"words": ["--env-id", "My Env-v0"]}}, one=("failed", "bad"))
     run_report(tmp_path)
     text = (tmp_path / "report" / "report.md").read_text()
-    assert "| python vpg.py --seed 1 --env_id 'My Env-v0' |" in text
+    assert "| python vpg.py --env-id 'My Env-v0' |" in text
 
 
 def test_report_says_why_there_is_no_ablation(tmp_path, run_report, make_run):
