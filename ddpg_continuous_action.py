@@ -20,8 +20,8 @@
 
 Deep Deterministic Policy Gradient, Lillicrap et al. 2015, https://arxiv.org/abs/1509.02971, with
 the settings of the TD3 paper, Fujimoto et al. 2018, https://arxiv.org/abs/1802.09477 ("OurDDPG").
-Flags give those of the first paper; the README lists them. The comments use the numbers of details
-of ppo_continuous_action.py. A time limit is not a termination.
+Flags give those of the first paper: see docs/ddpg_continuous_action.md. The comments use the
+numbers of details of ppo_continuous_action.py. A time limit is not a termination.
 Diff it against ppo_continuous_action.py.
 
     python ddpg_continuous_action.py --env-id HalfCheetah-v5 --total-timesteps 1000000
