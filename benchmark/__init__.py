@@ -5,3 +5,7 @@ which an engine starts (engines) when the sweep says so (sweep), run the scripts
 the folder, runs reads it as frames, variants names what differs, stats and report make curves and
 tables of them. speed stands alone.
 """
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]  # the folder with the scripts and benchmark/

@@ -23,7 +23,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from benchmark.store import ENDS, STATES, Store, StoreError, last_line, read_evaluation
+from benchmark.store import (
+    ENDS,
+    STATES,
+    Store,
+    StoreError,
+    last_line,
+    planned_steps,
+    read_evaluation,
+)
 from benchmark.variants import name_variants, without_paths
 
 PACKAGES = ("python", "torch", "gymnasium", "mujoco", "ale-py", "numpy")
@@ -284,8 +292,8 @@ def read_run(folder):
     """A run's folder -> (its row, its episodes). Raises DAMAGE."""
     config = printable(json.loads((folder / "config.json").read_bytes()))
     args = config["args"]
-    planned_steps = args.get("total_timesteps", np.nan)
-    if isinstance(planned_steps, bool) or not isinstance(planned_steps, (int, float)):
+    steps = planned_steps(args)
+    if steps is None and "total_timesteps" in args:
         raise ValueError("total_timesteps in config.json is no number")
     command = config["command"]
     script = Path(config.get("script") or command[0])
@@ -304,7 +312,7 @@ def read_run(folder):
         "state": "unfinished" if evaluation is None else "finished",
         "damage": damage,
         "begun": True,
-        "planned_steps": planned_steps,
+        "planned_steps": np.nan if steps is None else steps,
         "versions": versions_of(config["versions"]),
         "machine": machine_of(config),
         "git_commit": str(config["git_commit"] or "unknown"),
@@ -403,9 +411,8 @@ def planned_row(store, plan, name, job):
     defaults = plan["scripts"].get(plan["runs"][name]["script"], {}).get("defaults")
     note = job["error"]
     if not note and job["state"] == "failed":
-        note = last_line(store.log(name))
-    planned_steps = record["args"].get("total_timesteps")
-    is_number = isinstance(planned_steps, (int, float))
+        note = last_line(store.log_file(name))
+    steps = planned_steps(record["args"])
     return {
         "run": name,
         "folder": store.run_dir(name),
@@ -418,7 +425,7 @@ def planned_row(store, plan, name, job):
         "defaults": printable(defaults),
         "state": job["state"],
         "note": printable(without_paths(note)),
-        "planned_steps": planned_steps if is_number else np.nan,
+        "planned_steps": np.nan if steps is None else steps,
         "command": without_paths(shlex.join(["python", str(script), *record["words"]])),
     }
 

@@ -27,6 +27,7 @@ from benchmark.store import (
     Store,
     StoreError,
     is_held,
+    planned_steps,
     read_evaluation,
     read_progress,
 )
@@ -34,15 +35,18 @@ from benchmark.store import (
 SILENT_S = 120  # s without a word after which a run's note says so
 
 
-def rows(store):
-    """All runs of a sweep, those that run first, as make_row() makes them. Raises StoreError."""
+def read_rows(store):
+    """make_row() of all runs of a sweep, those that run first. Raises StoreError."""
     runs = store.plan()["runs"]
     jobs = {name: store.job(name) for name in runs}
     return make_rows(store, runs, jobs)
 
 
 def make_rows(store, runs, jobs, most=None):
-    """The rows of no more than most runs; runs: the plan's; jobs: {name: Store.job(name)}."""
+    """make_row() of all jobs, or of the first `most`, those that run first.
+
+    runs: {name: record of the plan}; jobs: {name: Store.job(name)}.
+    """
     order = {state: i for i, state in enumerate(STATES)}
     names = sorted(jobs, key=lambda name: order[jobs[name]["state"]])[:most]
     return [make_row(store, name, runs[name], jobs[name]) for name in names]
@@ -56,9 +60,7 @@ def make_row(store, name, record, job):
     episodes), "evaluation" (mean return), "started" (Unix time), "place", "note".
     """
     run_dir = store.run_dir(name)
-    total_steps = record["args"].get("total_timesteps")
-    if not isinstance(total_steps, int):
-        total_steps = None
+    total_steps = planned_steps(record["args"])
     progress = read_progress(run_dir, total_steps)
     returns, damage = read_evaluation(run_dir)
     row = {"name": name}
@@ -87,7 +89,7 @@ def make_row(store, name, record, job):
 
 
 def finite(value):
-    """A number, None instead of one that JSON can't hold."""
+    """value, or None if it is missing or no number that JSON can hold."""
     if value is None or not math.isfinite(value):
         return None
     return value
@@ -168,11 +170,13 @@ def who_looks_after(store):
         return f"{error}, so nobody can tell whether a sweep looks after it"
     except (OSError, UnicodeDecodeError):
         pass
-    return "no sweep looks after it: the same command goes on"
+    return "No sweep is running here; run the same command again to continue."
 
 
 @dataclass
 class Flags:
+    """The flags of this command."""
+
     dir: tyro.conf.Positional[Path]  # folder of the sweep: its --dir
     json: bool = False  # print the rows of the table as JSON
 
@@ -182,17 +186,17 @@ def main():
     flags = tyro.cli(Flags, prog="python -m benchmark.status", description=__doc__, config=config)
     store = Store(flags.dir)
     try:
-        found = rows(store)
+        rows = read_rows(store)
     except StoreError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     for trouble in store.troubles:
         print(f"warning: {trouble}", file=sys.stderr)
     if flags.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(rows, indent=1))
         return
-    states = [row["state"] for row in found]
-    Console(width=None if sys.stdout.isatty() else 200).print(make_table(found, summary(states)))
+    states = [row["state"] for row in rows]
+    Console(width=None if sys.stdout.isatty() else 200).print(make_table(rows, summary(states)))
     if any(state not in ENDS for state in states):
         print(who_looks_after(store))
 

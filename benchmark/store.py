@@ -2,9 +2,14 @@
 
     sweep.json        the plan: the runs and how to treat them. The sweep writes it when it starts
     jobs/NAME.json    the state of a run. The worker that holds jobs/NAME.lock writes it
+    jobs/NAME.lock    held by the worker that has the run
     runs/NAME/        the run's own folder. Its script writes it
     logs/NAME.log     what the script and its worker printed
-    lock              held by the sweep
+    lock              held by the sweep, which writes into it who that is
+    cache/            Docker: compiled functions
+    sweep.sbatch      Slurm: the array job that was submitted last
+    slurm.json        Slurm: the jobs that were submitted
+    logs/slurm-*.log  Slurm: what it said itself
 
 Each file has one writer and any number of readers, on any machine that sees the folder. Readers
 take a missing or damaged file for one that says nothing. Only the standard library is needed, since
@@ -16,12 +21,14 @@ import errno
 import fcntl
 import json
 import math
+import sys
 import time
 from pathlib import Path
 
 STATES = ("running", "waiting", "failed", "finished")
 ENDS = ("failed", "finished")
 LONGEST_NAME = 200  # bytes of a run's name, so that suffixes fit into the 255 of a file's name
+# The keys of a plan, those of a run's record in it, and those of a job: see plan() and job()
 PLAN = {
     "session": str,
     "retries": int,
@@ -44,6 +51,10 @@ AFRESH = {"state": "waiting", "failures": 0, "error": ""}  # how a new session b
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 TAIL_BYTES = 2**14  # of episodes.csv: more than a hundred rows
 RECENT = 100  # rows that tell a run's speed and return
+LOG_BYTES = 2**12  # of the end of a log that are searched for its last line
+LONGEST_LINE = 300  # characters of a log's last line that are told
+LOCK_TRIES = 3  # attempts to get a lock that is_held() may have for a moment
+LOCK_PAUSE_S = 0.1  # s between two of them
 
 
 class StoreError(Exception):
@@ -79,22 +90,27 @@ def is_run_name(name):
 class Store:
     """The folder of a sweep. Making a Store touches nothing.
 
-    troubles: sentences on what the last plan() left out.
+    troubles: sentences on what the last plan() left out. known_session: the session of the plan
+    that this Store has read or written last, None before. job() goes by it, so that a worker which
+    outlives its sweep keeps to the session that it began in.
     """
 
     def __init__(self, folder):
         self.folder = Path(folder)
         self.plan_file = self.folder / "sweep.json"
         self.sweep_lock = self.folder / "lock"
-        self.cache = self.folder / "cache"  # of compiled functions
+        self.logs = self.folder / "logs"
+        self.cache = self.folder / "cache"
+        self.slurm_script = self.folder / "sweep.sbatch"
+        self.slurm_jobs = self.folder / "slurm.json"
         self.troubles = []
         self.known_session = None
 
     def run_dir(self, name):
         return self.folder / "runs" / name
 
-    def log(self, name):
-        return self.folder / "logs" / f"{name}.log"
+    def log_file(self, name):
+        return self.logs / f"{name}.log"
 
     def job_file(self, name):
         return self.folder / "jobs" / f"{name}.json"
@@ -115,9 +131,10 @@ class Store:
         """Reads sweep.json.
 
         "session" (str, another one at each start of the sweep), "retries" (int), "stall_minutes",
-        "needs_locks" (bool), "scripts" ({path: {"defaults": flags}}), "runs" ({name: {"script",
-        "env_id", "seed", "variant", "args", "words"}}). Runs with unusable names or records are
-        left out and named in troubles. Raises StoreError if there is no plan.
+        "needs_locks" (bool), "scripts" ({path: {"defaults": flags}}), "runs" ({name: record}). A
+        record has the keys of RECORD, which suite.Run explains. Runs with unusable names or records
+        are left out. Sets troubles, which names them, and known_session. Raises StoreError if there
+        is no plan.
         """
         if not self.plan_file.exists():
             raise StoreError(f"{self.folder} is no folder of a sweep: it has no sweep.json")
@@ -144,7 +161,7 @@ class Store:
         return {key: plan[key] for key in PLAN} | {"runs": runs, "scripts": scripts}
 
     def session(self):
-        """The session of the plan as this Store knows it, "" where there is no plan."""
+        """known_session, read now if it isn't known yet; "" where there is no plan."""
         if self.known_session is None:
             self.known_session = str(read_json(self.plan_file).get("session", ""))
         return self.known_session
@@ -157,8 +174,10 @@ class Store:
         attempt), "place" (host and process of its worker), "step" (int, the furthest that an
         attempt got that ended badly), "session" (of the plan when this was written).
 
-        A run is finished if its evaluation.json can be read, and only then. What failed in an
-        earlier session waits for a new try in this one.
+        A run is finished if its evaluation.json can be read, and only then. What an earlier session
+        left as failed, or as running under a worker that is gone, waits for a new try in this one:
+        see session(). A worker that asks for its own run holds that run's lock itself, so it still
+        reads "running" there: Worker.take_over deals with that.
         """
         written = read_json(self.job_file(name))
         job = dict(JOB)
@@ -190,7 +209,7 @@ class Store:
         """Unix time of the last sign of life in a run's log or folder, 0 before the first."""
         run_dir = self.run_dir(name)
         times = [0.0]
-        for path in (self.log(name), run_dir, run_dir / "episodes.csv"):
+        for path in (self.log_file(name), run_dir, run_dir / "episodes.csv"):
             with contextlib.suppress(OSError):
                 times.append(path.stat().st_mtime)
         return max(times)
@@ -202,6 +221,16 @@ def is_record(record):
         return False
     whole = all(isinstance(record.get(key), kind) for key, kind in RECORD.items())
     return whole and all(isinstance(word, str) for word in record["words"])
+
+
+def planned_steps(args):
+    """The total_timesteps of a run's args, an int, or None where they are no finite number."""
+    steps = args.get("total_timesteps")
+    if isinstance(steps, bool) or not isinstance(steps, (int, float)):
+        return None
+    if not abs(steps) <= sys.float_info.max:  # not a number, infinite, or an int beyond floats
+        return None
+    return int(steps)
 
 
 def read_evaluation(run_dir):
@@ -230,8 +259,8 @@ def is_finished(run_dir):
 def read_progress(run_dir, total_steps=None):
     """How far a run is, by the last rows of its episodes.csv; {} before its first episode's end.
 
-    "step" (int) and "steps" (total_steps), "speed" (env steps a second over these rows, None if
-    unknown), "eta_s" (s to total_steps, None if unknown), "return" (the mean of these episodes).
+    "step" (int), "speed" (env steps a second over these rows, None if unknown), "eta_s" (s to
+    total_steps, None if unknown), "return" (the mean of these episodes).
     """
     episodes = read_last_episodes(run_dir / "episodes.csv")
     if not episodes:
@@ -247,7 +276,7 @@ def read_progress(run_dir, total_steps=None):
     if speed and total_steps is not None:
         eta_s = max(0, total_steps - step) / speed
     mean = sum(episode_return for _, _, episode_return in episodes) / len(episodes)
-    return {"step": step, "steps": total_steps, "speed": speed, "eta_s": eta_s, "return": mean}
+    return {"step": step, "speed": speed, "eta_s": eta_s, "return": mean}
 
 
 def read_last_episodes(path):
@@ -281,7 +310,7 @@ def read_last_episodes(path):
     return episodes
 
 
-def tail(path, size=4096):
+def tail(path, size=LOG_BYTES):
     """The last bytes of a file as lines, [] where it isn't there."""
     try:
         with open(path, "rb") as file:
@@ -292,15 +321,31 @@ def tail(path, size=4096):
 
 
 def last_line(path):
-    """What a log says last, 300 characters of it; "" if nothing.
+    """The last line with text of a log, cut to LONGEST_LINE; "" if there is none.
 
     Docker's advice after its errors doesn't count.
     """
     for line in reversed(tail(path)):
         line = "".join(c for c in line if c.isprintable()).strip()
         if line and not line.startswith("Run 'docker "):
-            return line[-300:]
+            return line[-LONGEST_LINE:]
     return ""
+
+
+def try_lock(file, operation):
+    """Whether an open file's lock could be had; False if another process has it.
+
+    operation: fcntl.LOCK_EX or LOCK_SH. Raises NoLocks, OSError.
+    """
+    try:
+        fcntl.flock(file, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            raise NoLocks(f"this file system has no locks ({error.strerror})") from None
+        raise
+    return True
 
 
 def hold(path):
@@ -309,19 +354,13 @@ def hold(path):
     That may be on another machine that sees the file. Closing the file frees the lock. Raises
     NoLocks, or OSError if the file can't be written.
     """
-    file = open(path, "a+")
-    for _ in range(3):  # is_held() has it for a moment
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            time.sleep(0.1)
-        except OSError as error:
-            file.close()
-            if error.errno in NO_LOCKS:
-                raise NoLocks(f"this file system has no locks ({error.strerror})") from None
-            raise
-    file.close()
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(path, "a+"))
+        for _ in range(LOCK_TRIES):
+            if try_lock(file, fcntl.LOCK_EX):
+                stack.pop_all()
+                return file
+            time.sleep(LOCK_PAUSE_S)
     return None
 
 
@@ -329,14 +368,9 @@ def is_held(path):
     """Whether a process has the lock of a file. Raises NoLocks."""
     try:
         with open(path) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        if error.errno in NO_LOCKS:
-            raise NoLocks(f"this file system has no locks ({error.strerror})") from None
-        # Most likely the file isn't there
-    return False
+            return not try_lock(file, fcntl.LOCK_SH)
+    except OSError:  # most likely the file isn't there
+        return False
 
 
 def may_be_held(path):

@@ -14,9 +14,9 @@ variants.
     default = {}
     no-norm-adv = { norm_adv = false }
 
-Here, and nowhere else, training scripts are imported: each has a dataclass Args, and its parse_args
-checks the flags. All that a run is follows from its suite: what others need of it is in its Run,
-which the sweep writes into its plan (benchmark/store.py).
+Only this module imports training scripts: each has a dataclass Args, and its parse_args checks the
+flags. Run holds everything that other modules need; the sweep writes it into its plan
+(benchmark/store.py).
 """
 
 import contextlib
@@ -29,19 +29,19 @@ from collections import Counter
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 
+from benchmark import ROOT
+from benchmark.flags import SET_BY_SWEEP, words_of
 from benchmark.store import LONGEST_NAME, is_run_name
-from benchmark.variants import words_of
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parent.parent
 KEYS = {"script": str, "env_ids": list, "seeds": (int, list), "flags": dict, "variants": dict}
 NEEDED = ("script", "env_ids", "seeds")
-OWN_FLAGS = ("env_id", "seed", "run_name", "resume", "evaluate")  # what a sweep itself sets
-MOST_RUNS = 100_000  # of a suite: more are a mistake
+MOST_SEED = 2**32 - 1  # the largest that NumPy takes
+MOST_RUNS = 100_000  # in a suite: more are a mistake
 
 
 class SuiteError(Exception):
@@ -52,9 +52,9 @@ class SuiteError(Exception):
 class Run:
     """One run of a script.
 
-    name: of its folder; script: absolute path; variant: its name in the suite, "" without one;
-    args: all flags as config.json has them; words: those of the suite on a command line; defaults:
-    all flags of the script without any on its command line.
+    name: its folder's name; script: absolute path; variant: its name in the suite, "" if it has
+    none; args: all flags, as config.json has them; words: of its command line, after the script;
+    defaults: the script's flags where its command line has none.
     """
 
     name: str
@@ -74,7 +74,7 @@ def read_suite(path):
         check_table(table, path)
     number = sum(count_runs(table) for table in tables)
     if number > MOST_RUNS:
-        raise SuiteError(f"{path} has {number:,} runs, but {MOST_RUNS:,} are the most of a suite")
+        raise SuiteError(f"{path} has {number:,} runs; a suite may have at most {MOST_RUNS:,}")
     runs = []
     for table in tables:
         runs += expand(table, path)
@@ -97,7 +97,7 @@ def read_tables(path):
 
 
 def check_table(table, path):
-    """Raises SuiteError if a table [[runs]] is not as it must be, but for its flags."""
+    """Raises SuiteError if a table [[runs]] is wrong. Its flags are checked later, see parse()."""
     unknown = set(table) - set(KEYS)
     if unknown:
         raise SuiteError(
@@ -112,7 +112,7 @@ def check_table(table, path):
             raise SuiteError(f"{path}: {key} = {value!r} is of the wrong type; {advice}")
     seeds = table["seeds"]
     listed = seeds if isinstance(seeds, list) else []
-    valid = all(type(seed) is int and 0 <= seed < 2**32 for seed in listed)
+    valid = all(type(seed) is int and 0 <= seed <= MOST_SEED for seed in listed)
     if not valid or not all(type(env_id) is str for env_id in table["env_ids"]):
         raise SuiteError(
             f"{path} must have whole numbers from 0 to 2**32 - 1 as seeds, and strings as env_ids"
@@ -132,7 +132,7 @@ def count_runs(table):
 
 
 def check_names(runs, path):
-    """Raises SuiteError if two runs have one name, or two scripts."""
+    """Raises SuiteError if two runs, or two scripts, have the same name."""
     names = Counter(run.name for run in runs)
     twice = sorted(name for name, number in names.items() if number > 1)
     if twice:
@@ -158,23 +158,27 @@ def expand(table, path):
     if isinstance(seeds, int):
         seeds = range(1, seeds + 1)
     runs = []
-    for variant, own in table.get("variants", {"": {}}).items():
-        flags = table.get("flags", {}) | own
+    for variant, changes in table.get("variants", {"": {}}).items():
+        flags = table.get("flags", {}) | changes
         if isinstance(flags.get("init_from"), str):  # the runs run in the sweep's folder
             flags["init_from"] = str((path.absolute().parent / flags["init_from"]).resolve())
         args = plain_flags(parse(module, flags, path), path)
         for env_id in table["env_ids"]:
             for seed in seeds:
                 name = name_run(env_id, Path(script).stem, variant, seed)
-                if name.startswith("-") or not is_run_name(name):
-                    raise SuiteError(
-                        f"{path}: {name[:50]!r} can't name a run's folder: it begins with -, has "
-                        f"unprintable characters or more than {LONGEST_NAME} bytes"
-                    )
-                own_flags = {"env_id": env_id, "seed": seed, "run_name": name}
-                words = words_of(own_flags | flags)
-                all_args = args | own_flags
-                runs.append(Run(name, script, env_id, seed, variant, all_args, words, defaults))
+                check_name(name, path)
+                identity = {"env_id": env_id, "seed": seed, "run_name": name}
+                run = Run(
+                    name=name,
+                    script=script,
+                    env_id=env_id,
+                    seed=seed,
+                    variant=variant,
+                    args=args | identity,
+                    words=words_of(identity | flags),
+                    defaults=defaults,
+                )
+                runs.append(run)
     return runs
 
 
@@ -185,10 +189,19 @@ def name_run(env_id, stem, variant, seed):
     return name.replace("/", "-").replace(":", "-")
 
 
+def check_name(name, path):
+    """Raises SuiteError if a run's folder can't have this name."""
+    if name.startswith("-") or not is_run_name(name):
+        raise SuiteError(
+            f"{path}: {name[:50]!r} can't name a run's folder: it begins with -, has "
+            f"unprintable characters or more than {LONGEST_NAME} bytes"
+        )
+
+
 def load_script(name, suite_path):
     """(absolute path, module) of a script.
 
-    It is named by its path from the suite's folder, or, of this repository, by its name.
+    name: a path relative to the suite's folder, or a script of this repository.
     """
     script = find_script(name, suite_path)
     spec = importlib.util.spec_from_file_location(f"suite_{script.stem}", script)
@@ -236,9 +249,9 @@ def parse(module, flags, path):
     """
     script = Path(module.__file__).name
     known = [field.name for field in fields(module.Args)]
-    wrong = [name for name in flags if name not in known or name in OWN_FLAGS]
+    wrong = [name for name in flags if name not in known or name in SET_BY_SWEEP]
     if wrong:
-        raise SuiteError(f"{path}: {', '.join(wrong)} is no flag of {script} that a suite may set")
+        raise SuiteError(f"{path}: a suite can't set {', '.join(wrong)} for {script}")
     argv = sys.argv
     hook = sys.excepthook
     places = list(sys.path)

@@ -29,21 +29,20 @@ import tyro
 from rich.console import Console
 from rich.live import Live
 
-from benchmark import engines
+from benchmark import ROOT, engines
 from benchmark.engines import EngineError
-from benchmark.engines.slurm import submitted_jobs
+from benchmark.flags import MAY_CHANGE
 from benchmark.status import make_rows, make_table, progress_lines, summary
-from benchmark.store import ENDS, NoLocks, Store, hold, is_held, last_line, read_json
-from benchmark.suite import ROOT, SuiteError, read_suite
+from benchmark.store import ENDS, RECORD, NoLocks, Store, hold, is_held, last_line, read_json
+from benchmark.suite import SuiteError, read_suite
 
 POLL_S = 0.5  # s between two looks at the runs
 SHOW_S = 30  # s between two looks at the progress where there is no terminal
 SHOWN = 40  # runs in the table on a terminal
 REPEAT_S = 600  # s until an error that lasts is told again
 PAUSE_S = 10  # s until the next start after a worker that didn't come up
-LEAVE_S = 10  # s that the workers of finished runs have to end, and Slurm to notice it
-MISSES = 5  # so many in a row that didn't come up are too many
-RECORD = ("script", "env_id", "seed", "variant", "args", "words")  # of a Run in the plan
+LEAVE_S = 10  # s until the workers of finished runs have ended, and Slurm has noticed it
+MISSES = 5  # workers in a row that don't come up before the sweep gives up
 
 
 @dataclass
@@ -155,8 +154,9 @@ class Sweep:
 
         Where neither has grown, no worker has come up since.
         """
-        log = self.store.log(name)
-        return self.jobs[name]["started"], log.stat().st_size if log.exists() else 0
+        log = self.store.log_file(name)
+        size = log.stat().st_size if log.exists() else 0
+        return self.jobs[name]["started"], size
 
     def adopt(self):
         """Watches the workers that the engine has from an earlier sweep of this folder."""
@@ -183,34 +183,49 @@ class Sweep:
             self.start(names)
 
     def take_back(self, name, mark):
-        """A run's worker has ended; mark: of the run before it, see mark()."""
+        """Takes note of a run whose worker has ended. mark: the run's mark() before that worker.
+
+        Raises EngineError, see miss().
+        """
         job = self.jobs[name]
         if job["state"] not in ENDS and not self.held(name):
-            started, size = self.mark(name)
-            came_up = started > mark[0]
-            if came_up:
-                self.misses = 0
-            # A worker that is stopped writes so; one that is lost has written nothing since
-            is_lost = job["state"] == "running" or job["session"] != self.store.session()
-            if came_up and is_lost:
-                pass  # the run's next worker counts that
-            elif self.engine.stops_are_final and (came_up or size == mark[1]):
-                self.cancelled.add(name)
-            elif not came_up:
-                self.miss(name)
-        state = job["state"] if job["state"] in ENDS else "to be resumed"
-        if name in self.cancelled:
+            self.judge_end(name, mark)
+        state = "to be resumed"
+        if job["state"] in ENDS:
+            state = job["state"]
+        elif name in self.cancelled:
             state = "cancelled"
         self.screen.say(f"{state}: {name} {job['error']}".rstrip())
 
+    def judge_end(self, name, mark):
+        """Why a worker has ended whose run is not at its end: lost, cancelled or never come up.
+
+        mark: as in take_back(). Raises EngineError, see miss().
+        """
+        job = self.jobs[name]
+        started_before, size_before = mark
+        started, size = self.mark(name)
+        came_up = started > started_before
+        if came_up:
+            self.misses = 0
+        # A worker that is stopped writes that, one that is lost doesn't get to it
+        is_lost = job["state"] == "running" or job["session"] != self.store.session()
+        if came_up and is_lost:
+            return  # the run's next worker counts that
+        was_queued = not came_up and size == size_before
+        if self.engine.stops_are_final and (came_up or was_queued):
+            self.cancelled.add(name)
+        elif not came_up:
+            self.miss(name)
+
     def miss(self, name):
-        """Not even the run's worker came up, which is not the run's failure.
+        """Counts a worker that didn't come up, which is no failure of the run.
 
         Raises EngineError if that has happened too often.
         """
         self.misses += 1
         self.pause_end = time.time() + PAUSE_S
-        error = last_line(self.store.log(name)) or "its worker said nothing"
+        error = last_line(self.store.log_file(name)) or "its worker said nothing"
         self.jobs[name]["error"] = error
         if self.misses >= MISSES:
             raise EngineError(
@@ -229,7 +244,8 @@ class Sweep:
                 break
             if name in self.given:
                 continue
-            held = self.held(name)  # by what a killed sweep has left, which is to end first
+            # What a killed sweep has left may have the run, and is to end first
+            held = self.held(name)
             self.jobs[name] = self.store.job(name)
             if not held and self.jobs[name]["state"] not in ENDS:
                 names.append(name)
@@ -301,7 +317,7 @@ class Sweep:
 
 
 def records_of(suite):
-    """{name: what the plan says of a run} of the Runs of a suite, see Store.plan."""
+    """The Runs of a suite as the plan has them: {name: record}, see Store.plan."""
     runs = {}
     for run in suite:
         runs[run.name] = {key: getattr(run, key) for key in RECORD} | {"words": list(run.words)}
@@ -328,7 +344,7 @@ def check_old_runs(store, suite):
         if not isinstance(made, dict):
             continue  # not begun, or killed while it was written: the run starts again
         names = [name for name, x in run.args.items() if made.get(name, x) != x]
-        names = [name for name in names if name not in ("num_threads", "resume")]
+        names = [name for name in names if name not in MAY_CHANGE]
         if names:
             advice = "choose another --dir, or remove it"
             refuse(f"{run_dir} was made with another {', '.join(names)}: {advice}")
@@ -400,11 +416,17 @@ def read_flags(words):
     return flags.sweep, engine, flags.backend
 
 
+def find_suite(name):
+    """The path of a suite that is named by its file, or by its name under benchmark/suites/."""
+    path = Path(name)
+    if path.suffix == ".toml":
+        return path
+    return ROOT / "benchmark" / "suites" / f"{name}.toml"
+
+
 def run_suite(flags, engine_class, backend_flags):
     """Runs a suite as the flags say; returns the exit code. Raises SuiteError, EngineError."""
-    path = Path(flags.suite)
-    if path.suffix != ".toml":
-        path = ROOT / "benchmark" / "suites" / f"{flags.suite}.toml"
+    path = find_suite(flags.suite)
     suite = read_suite(path)
     store = Store(Path(flags.dir or Path("sweeps") / path.stem).absolute())
     runs = records_of(suite)
@@ -412,29 +434,35 @@ def run_suite(flags, engine_class, backend_flags):
     if flags.dry_run:
         preview(Sweep(store, runs, engine))
         return 0
-    needs_locks = engine.several_nodes and not flags.without_locks
     try:
-        store.make_folders()
-        lock = take_folder(store, needs_locks)
-        check_old_runs(store, suite)
-        engine.open()
-        store.write_plan(make_plan(suite, runs, flags, needs_locks))
-        sweep = Sweep(store, runs, engine)
-        sweep.adopt()
-        jobs = " ".join(submitted_jobs(store))
-        if jobs and flags.backend != "slurm":
-            print(
-                f"Slurm's jobs {jobs} were submitted for this folder, too: `scancel {jobs}` takes "
-                "back what waits"
-            )
-        states = summary(job["state"] for job in sweep.jobs.values())
-        print(f"{len(suite)} runs, {engine}, in {store.folder}: {states}", flush=True)
-        code = sweep.run()
-        if lock is not None:
-            lock.close()
-        return code
+        sweep, lock = prepare(store, suite, runs, engine, flags)
     except OSError as error:
         refuse(f"{store.folder} can't be the folder of a sweep: {error}")
+    code = sweep.run()
+    if lock is not None:
+        lock.close()
+    return code
+
+
+def prepare(store, suite, runs, engine, flags):
+    """Makes the sweep's folder and tells what there is to do -> (Sweep, what take_folder returns).
+
+    Raises EngineError, or OSError where the folder can't be written.
+    """
+    needs_locks = engine.several_nodes and not flags.without_locks
+    store.make_folders()
+    lock = take_folder(store, needs_locks)
+    check_old_runs(store, suite)
+    engine.open()
+    store.write_plan(make_plan(suite, runs, flags, needs_locks))
+    sweep = Sweep(store, runs, engine)
+    sweep.adopt()
+    left = engines.leftovers(store, flags.backend)
+    if left:
+        print(left)
+    states = summary(job["state"] for job in sweep.jobs.values())
+    print(f"{len(suite)} runs, {engine}, in {store.folder}: {states}", flush=True)
+    return sweep, lock
 
 
 def main():

@@ -1,4 +1,4 @@
-"""Flags as words, and the names of variants: which runs a report takes for the same thing.
+"""The names of variants: which runs a report takes for the same thing.
 
 A variant is what a suite calls it, or else the script and the flags that differ from its defaults.
 Runs with different flags, from different scripts of one name, or from the two sides of --compare
@@ -12,43 +12,7 @@ from pathlib import PurePosixPath
 
 import pandas as pd
 
-# Flags that change what a run shows or how fast it is, not what it learns
-RUN_ONLY = (
-    "exp_name",
-    "torch_deterministic",
-    "cuda",
-    "compile",
-    "num_threads",
-    "track",
-    "wandb_project_name",
-    "wandb_entity",
-    "capture_video",
-    "video_interval",
-    "save_model",
-    "checkpoint_interval",
-    "eval_episodes",
-    "eval_max_steps",
-    "eval_interval",
-    "resume",
-    "evaluate",
-)
-NO_VARIANT = (*RUN_ONLY, "total_timesteps", "env_id", "seed", "run_name")  # make no variant
-
-
-def words_of(flags):
-    """Flags by their names in Args -> the words of a command line, a tuple of str."""
-    words = []
-    for name, value in flags.items():
-        flag = name.replace("_", "-")
-        if value is False:
-            words.append(f"--no-{flag}")
-            continue
-        words.append(f"--{flag}")
-        if isinstance(value, (list, tuple)):
-            words += map(str, value)
-        elif value is not True:
-            words.append(str(value))
-    return tuple(words)
+from benchmark.flags import NO_VARIANT, words_of
 
 
 def changed_flags(args, defaults):

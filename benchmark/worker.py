@@ -4,8 +4,8 @@
 
 An engine starts one for each run, on this machine, in a container or on a node of a cluster; all of
 them see the sweep's folder DIR. What to run is in DIR/sweep.json. This process alone writes
-DIR/jobs/NAME.json, and decides when a run has failed for good. How far the run is, it reads from
-the run's episodes.csv. Only the standard library is needed.
+DIR/jobs/NAME.json, and decides when a run has failed for good. It reads the run's progress from
+episodes.csv. Only the standard library is needed.
 
 Exit codes: 0 finished, 1 failed, 75 held by another worker, 143 stopped, to be resumed.
 """
@@ -37,18 +37,19 @@ from benchmark.store import (
 
 POLL_S = 0.5  # s between two looks at the run
 STOP_S = 60  # s until a run that was asked to stop is killed
-STALLED_S = 5  # the same of one that has stalled, and is likely deaf
+STALLED_S = 5  # the same for a run that has stalled: it probably doesn't listen
 BUSY_S = 30  # s until the next look at a run that a process elsewhere has
-ANSWER_S = 60  # s that Slurm has to answer
+ANSWER_S = 60  # s that a command of Docker or Slurm has to answer
 BAD_INPUT = 2  # a script's exit code for what stays wrong however often it is tried
 HELD = 75  # exit code where another worker has the run: EX_TEMPFAIL of sysexits.h
 STOPPED = 128 + signal.SIGTERM
+PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 
 
 def die_with_parent(signum=signal.SIGTERM):
     """Linux: this process gets a signal when its parent ends, so that a kill leaves no orphans."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signum)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
 def in_use(run_dir):
@@ -117,7 +118,7 @@ class Worker:
         self.stall_s = 60 * plan["stall_minutes"]
         self.session = plan["session"]
         self.run_dir = store.run_dir(name)
-        self.log = store.log(name)
+        self.log_file = store.log_file(name)
         self.job = store.job(name)
         self.signals = []
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -150,7 +151,8 @@ class Worker:
     def take_over(self):
         """Counts what became of the run under a worker that is gone, since this one has its lock.
 
-        One that was lost before this session began is no failure of it.
+        A worker that was lost before this session began is no failure of this session. Store.job
+        reads its state as "running" only because this process has the lock.
         """
         if self.job["state"] != "running":
             return
@@ -185,8 +187,8 @@ class Worker:
         """Starts the run's script; returns its process."""
         words = self.record["words"]
         if (self.run_dir / "checkpoint.pt").exists():
-            words = ["--resume", f"runs/{self.name}"]
-        with open(self.log, "a") as log:
+            words = ["--resume", str(self.run_dir.relative_to(self.store.folder))]
+        with open(self.log_file, "a") as log:
             return subprocess.Popen(
                 [sys.executable, self.record["script"], *words],
                 cwd=self.store.folder,
@@ -195,7 +197,7 @@ class Worker:
                 stderr=log,
                 start_new_session=True,
                 pass_fds=[self.lock.fileno()] if self.lock else [],
-                # By then nobody is there to see whether it hangs
+                # A script without a worker is killed: nobody would notice that it hangs
                 preexec_fn=partial(die_with_parent, signal.SIGKILL),
             )
 
@@ -215,14 +217,14 @@ class Worker:
             elif self.signals:
                 kill_at = time.time() + STOP_S
                 process.terminate()
-                # Already now: whoever stops it may soon kill this process, too
+                # Written before the run ends: whoever stops this process may soon kill it
                 self.note(state="waiting")
             elif silence.seconds > self.stall_s:
                 said = f"nothing written for {self.stall_s / 60:g} minutes"
                 kill_at = time.time() + STALLED_S
                 process.terminate()
             time.sleep(POLL_S)
-        said = said or last_line(self.log) or "nothing printed"
+        said = said or last_line(self.log_file) or "nothing printed"
         return process.returncode, f"{said} (exit code {process.returncode})"
 
     def count(self, error, lost=False):
@@ -315,7 +317,8 @@ def main():
         fail(f"{store.plan_file} has no run {args.name}")
     worker = Worker(store, args.name, plan, hold_run(store, args.name, plan["needs_locks"]))
     code = worker.work()
-    # Its time limit is near: another task follows, or says why not
+    # Slurm sent this signal since the time limit is near. If the run failed for good, the next task
+    # says so
     if signal.SIGUSR1 in worker.signals and code and "SLURM_ARRAY_JOB_ID" in os.environ:
         requeue()
     sys.exit(code)

@@ -3,21 +3,43 @@
 local.py starts processes, docker.py containers, slurm.py array jobs, ray.py tasks. Each has a
 dataclass of its flags, which the command line of benchmark.sweep is made of, and a class that is an
 Engine. An engine is given the plan's runs and the sweep's folder (benchmark/store.py), and starts a
-worker (benchmark/worker.py) for each run. What becomes of a run, its worker writes into the folder:
-an engine only knows which workers it has.
+worker (benchmark/worker.py) for each run. The worker writes the run's state into the folder; the
+engine only knows which workers are alive.
+
+To add a backend:
+
+- Write a module with a dataclass of flags, made from Flags or MemoryFlags, and a class with the
+  methods of Engine, and name both in ENGINES. The command line, --help and the tests that all
+  backends share follow from there.
+- Start from the nearest class. Where a process of this machine lives as long as the worker, as
+  `docker run` does, subclass Local and change its command. Where workers wait in a queue and
+  outlive the sweep, read slurm.py. Where a library keeps the tasks, read ray.py.
+- Name its files in the sweep's folder in Store. Where its jobs outlive the sweep, let leftovers()
+  tell of them.
+- If it ends workers, at a time limit for example, it must send SIGTERM a minute or more before: the
+  run is saved, and the worker ends with code 143. The sweep then starts the run again, unless
+  stops_are_final. With that, the queue must do it: see worker.requeue(), which knows Slurm only.
 """
 
 import importlib
+import math
 import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
-ROOT = Path(__file__).resolve().parents[2]
-ANSWER_S = 60  # s that a command of Docker or Slurm has to answer
+import tyro
+
+from benchmark import ROOT
+from benchmark.store import read_json
+from benchmark.worker import ANSWER_S, STOP_S
+
+# s until a worker that was asked to stop is gone: after STOP_S it kills its run
+GONE_S = STOP_S + 10
+# A flag that may be given several times, each time with one word: --backend-arg=--network=host
+Words = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="WORD")]
 # A backend's module, its dataclass of flags and its class
 ENGINES = {
     "local": ("benchmark.engines.local", "LocalFlags", "Local"),
@@ -75,10 +97,10 @@ class Engine(Protocol):
         """
 
     def running(self):
-        """The set of the names whose workers wait in the backend's queue or run.
+        """The set of the names whose workers run, or wait in the backend's queue.
 
-        Of those that start() was given; with Slurm also of those that an earlier sweep of the
-        folder started. Raises OSError where the backend doesn't answer, which may pass.
+        They are among those that start() was given. With Slurm, they may also be of an earlier
+        sweep of the folder. Raises OSError where the backend doesn't answer, which may pass.
         """
 
     def stop(self):
@@ -96,7 +118,7 @@ class Flags:
     def __post_init__(self):
         check(self.workers is None or self.workers >= 1, "--workers must be above 0")
         check(self.cpus_per_run >= 1, "--cpus-per-run must be above 0")
-        check(0 <= self.gpus_per_run < 1e6, "--gpus-per-run must be 0 or above")
+        check(0 <= self.gpus_per_run < math.inf, "--gpus-per-run must be 0 or above")
         check(
             self.gpus_per_run < 1 or self.gpus_per_run % 1 == 0,
             "--gpus-per-run must be a whole number, or below 1 for runs that share a GPU",
@@ -122,6 +144,25 @@ def check(condition, message):
     """Raises EngineError with this sentence unless the condition holds."""
     if not condition:
         raise EngineError(message)
+
+
+def leftovers(store, backend):
+    """A sentence on jobs that a sweep with another backend may have left for this folder, or "".
+
+    Only Slurm's jobs outlive their sweep.
+    """
+    jobs = " ".join(read_json(store.slurm_jobs))
+    if backend == "slurm" or not jobs:
+        return ""
+    return (
+        f"Slurm may still have jobs {jobs} for this folder; `scancel {jobs}` removes those that "
+        "wait."
+    )
+
+
+def runs_at_a_time(workers):
+    """What Engine.__str__ says where a cluster decides; workers: as in Flags."""
+    return f"{workers or 'as many as the cluster has room for'} at a time"
 
 
 def worker_command(store, name, threads):

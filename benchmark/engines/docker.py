@@ -11,20 +11,18 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
+from benchmark import ROOT
 from benchmark.engines import (
-    ROOT,
+    GONE_S,
     EngineError,
     MemoryFlags,
+    Words,
     ask,
     users_modules,
     wandb_variables,
 )
 from benchmark.engines.local import Local
-from benchmark.worker import STOP_S
 
 
 @dataclass
@@ -33,9 +31,7 @@ class DockerFlags(MemoryFlags):
 
     image: str = "plainrl"  # the image, with what the scripts need
     # one more word for docker run: --backend-arg=--network=host
-    backend_arg: Annotated[
-        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="WORD")
-    ] = ()
+    backend_arg: Words = ()
 
 
 def csv_line(*fields):
@@ -104,13 +100,14 @@ class Docker(Local):
         self.store.cache.mkdir(exist_ok=True)
 
     def command(self, name, cores, gpus):
+        """The words that start a run's container."""
         folder = str(self.store.folder)
         modules = os.pathsep.join(dict.fromkeys([str(ROOT), *users_modules()]))
         words = ["docker", "run", "--rm", "--interactive", "--label", f"plainrl={name}"]
-        words += ["--stop-timeout", str(STOP_S + 10), "--user", f"{os.getuid()}:{os.getgid()}"]
+        words += ["--stop-timeout", str(GONE_S), "--user", f"{os.getuid()}:{os.getgid()}"]
         words += ["--cpuset-cpus", ",".join(map(str, cores)), "--workdir", folder]
         words += ["--env", f"PYTHONPATH={modules}"]
-        words += ["--env", f"TORCHINDUCTOR_CACHE_DIR={self.store.cache}"]  # of compiled functions
+        words += ["--env", f"TORCHINDUCTOR_CACHE_DIR={self.store.cache}"]
         for place in self.places:
             if place != folder:
                 mount = ("type=bind", f"source={place}", f"target={place}", "readonly")
@@ -124,6 +121,7 @@ class Docker(Local):
         return [*words, folder, name, "--threads", str(len(cores)), "--env-from-stdin"]
 
     def environment(self, gpus):
+        """None, the sweep's own: containers get their variables through command() and tell()."""
         return None
 
     def tell(self, process):

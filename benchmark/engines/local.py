@@ -8,8 +8,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from benchmark.engines import EngineError, Flags, python_path, worker_command
-from benchmark.worker import STOP_S, die_with_parent
+from benchmark.engines import GONE_S, EngineError, Flags, python_path, worker_command
+from benchmark.worker import die_with_parent
 
 
 @dataclass
@@ -42,7 +42,7 @@ def shares_of_gpus(gpus, gpus_per_run):
     Where a GPU is shared, the first runs get one each, then it is shared.
     """
     if gpus_per_run < 1:
-        times = int(1 / gpus_per_run + 1e-9)
+        times = int(1 / gpus_per_run + 1e-9)  # 0.333333333 is a third, too
         return [[gpu] for gpu in gpus] * times
     number = int(gpus_per_run)
     starts = range(0, len(gpus) - number + 1, number)
@@ -101,7 +101,10 @@ class Local:
         pass
 
     def command(self, name, cores, gpus):
-        """The words that start a run's worker."""
+        """The words that start a run's worker, on these cores.
+
+        Its GPUs are in the environment() here; a container's are in its command.
+        """
         words = worker_command(self.store, name, len(cores))
         return [*words, "--cores", ",".join(map(str, cores))]
 
@@ -122,7 +125,7 @@ class Local:
     def start(self, names):
         for name in names:
             cores, gpus = self.free[0]
-            with open(self.store.log(name), "a") as log:
+            with open(self.store.log_file(name), "a") as log:
                 process = subprocess.Popen(
                     self.command(name, cores, gpus),
                     env=self.environment(gpus),
@@ -146,7 +149,7 @@ class Local:
     def stop(self):
         for process, _ in self.processes.values():
             process.terminate()
-        end = time.time() + STOP_S + 10  # after STOP_S a worker kills its run
+        end = time.time() + GONE_S
         while self.running() and time.time() < end:
             time.sleep(0.1)
         for process, _ in self.processes.values():

@@ -11,15 +11,17 @@ import time
 from dataclasses import dataclass
 
 from benchmark.engines import (
+    GONE_S,
     EngineError,
     MemoryFlags,
     python_path,
+    runs_at_a_time,
     wandb_variables,
     worker_command,
 )
 from benchmark.engines.local import usable_cores, usable_gpus
-from benchmark.worker import STOP_S
 
+REACH_S = 10  # s that the head of a cluster has to take a connection
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -62,7 +64,11 @@ def make_task():
 
 
 class Ray:
-    """A task a run. refs: {name: Ray's reference to its task}."""
+    """A task a run.
+
+    ray: the module, and task: Ray's remote function that runs a worker, both None before open();
+    refs: {name: Ray's reference to its task}.
+    """
 
     stops_are_final = False
 
@@ -70,10 +76,12 @@ class Ray:
         self.store = store
         self.flags = flags
         self.several_nodes = bool(flags.ray_address)
+        self.ray = None
+        self.task = None
         self.refs = {}
 
     def __str__(self):
-        return f"{self.flags.workers or 'as many as the cluster has room for'} at a time"
+        return runs_at_a_time(self.flags.workers)
 
     def preview(self, names):
         return shlex.join(worker_command(self.store, names[0], self.flags.cpus_per_run))
@@ -118,8 +126,9 @@ class Ray:
         try:
             found = re.fullmatch(r"(?:ray://)?(.+):(\d+)", address or "")
             if found:
-                place = found[1], int(found[2])
-                socket.create_connection(place, timeout=10).close()  # Ray itself tries for minutes
+                place = (found[1], int(found[2]))
+                # Asked first, since Ray itself tries for minutes
+                socket.create_connection(place, timeout=REACH_S).close()
             self.ray.init(log_to_driver=False, logging_level="error", **where)
         except (OSError, RuntimeError, ValueError, OverflowError) as error:
             raise EngineError(f"can't reach a Ray cluster at {address}: {error}") from None
@@ -128,7 +137,7 @@ class Ray:
         env = {"PYTHONPATH": python_path()} | wandb_variables()
         for name in names:
             words = worker_command(self.store, name, self.flags.cpus_per_run)
-            self.refs[name] = self.task.remote(words, env, str(self.store.log(name)))
+            self.refs[name] = self.task.remote(words, env, str(self.store.log_file(name)))
 
     def running(self):
         """A lost node ends its tasks as an error does."""
@@ -140,7 +149,7 @@ class Ray:
     def stop(self):
         for ref in self.refs.values():
             self.ray.cancel(ref)
-        end = time.time() + STOP_S + 10
+        end = time.time() + GONE_S
         while self.running() and time.time() < end:
             time.sleep(0.1)
         return "stopped; the same command goes on"

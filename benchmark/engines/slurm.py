@@ -1,7 +1,7 @@
 """Runs as tasks of Slurm's array jobs, on nodes that see the sweep's folder under its own path.
 
 The tasks go on without this process, which only watches them and submits again what got lost.
-slurm.json, in the sweep's folder, has the submitted jobs.
+The submitted jobs are in slurm.json, in the sweep's folder.
 """
 
 import shlex
@@ -9,17 +9,23 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass
-from typing import Annotated
 
-import tyro
-
-from benchmark.engines import EngineError, MemoryFlags, ask, check, python_path
+from benchmark.engines import (
+    EngineError,
+    MemoryFlags,
+    Words,
+    ask,
+    check,
+    python_path,
+    runs_at_a_time,
+)
 from benchmark.store import read_json, write_json
 
 ASK_S = 5  # s between two questions to squeue
 REFUSED_S = 60  # s until the next sbatch after one that was refused
 MOST_TASKS = 1000  # of an array: Slurm's MaxArraySize where nobody has changed it
-SHORTEST_S = 300  # s of a time limit: two minutes before it a run is saved
+SAVE_S = 120  # s before its time limit at which a run is saved
+SHORTEST_S = 300  # s of a time limit, so that a run gets further before it is saved again
 SQUEUE = ["squeue", "--noheader", "--array", "--me", "--format=%F %K"]  # job and task
 SBATCH = """\
 #!/bin/bash
@@ -30,14 +36,14 @@ SBATCH = """\
 #SBATCH --ntasks=1
 #SBATCH --cpus-per-task={cpus}
 #SBATCH --requeue
-#SBATCH --signal=B:USR1@120
+#SBATCH --signal=B:USR1@{save_s}
 #SBATCH --open-mode=append
 #SBATCH --output={output}
 {options}
 runs=({names})
 name=${{runs[$SLURM_ARRAY_TASK_ID]}}
 export PYTHONPATH={path}
-exec >> {folder}/logs/"$name".log 2>&1
+exec >> {logs}/"$name".log 2>&1
 exec {python} -m benchmark.worker {folder} "$name" --threads {cpus}
 """
 
@@ -50,9 +56,7 @@ class SlurmFlags(MemoryFlags):
     account: str | None = None  # the account that pays for the jobs
     time: str | None = None  # time limit of a job, after which the run goes on in another
     # one more word for sbatch: --backend-arg=--constraint=a100
-    backend_arg: Annotated[
-        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="WORD")
-    ] = ()
+    backend_arg: Words = ()
 
     def __post_init__(self):
         super().__post_init__()
@@ -62,8 +66,8 @@ class SlurmFlags(MemoryFlags):
         )
         check(
             seconds_of(self.time) >= SHORTEST_S,
-            f"--time {self.time} is too short: two minutes before its limit a run is saved and put "
-            "back into the queue, so give five minutes or more",
+            f"--time {self.time} is too short: {SAVE_S // 60} minutes before its limit a run is "
+            f"saved and put back into the queue, so give {SHORTEST_S // 60} minutes or more",
         )
 
 
@@ -79,17 +83,12 @@ def seconds_of(limit):
     return sum(int(part) * unit for part, unit in zip(parts, units))
 
 
-def submitted_jobs(store):
-    """{job's id: names of its tasks, in their order} of a sweep's folder."""
-    return read_json(store.folder / "slurm.json")
-
-
 class Slurm:
     """An array job, and others for what got lost.
 
-    jobs: as submitted_jobs returns them; queued: the (job, task) that Slurm has, both strings as
-    squeue prints them, None before its first answer; asked: when squeue was asked last; refused:
-    when sbatch refused last, Unix times.
+    jobs: {job's id: names of its tasks, in their order}, as in slurm.json; queued: the (job, task)
+    that Slurm has, both strings as squeue prints them, None before its first answer; asked: when
+    squeue was asked last; refused: when sbatch refused last, Unix times.
     """
 
     stops_are_final = True
@@ -98,13 +97,13 @@ class Slurm:
     def __init__(self, store, runs, flags):
         self.store = store
         self.flags = flags
-        self.jobs = submitted_jobs(store)
+        self.jobs = read_json(store.slurm_jobs)
         self.queued = None
         self.asked = 0.0
         self.refused = 0.0
 
     def __str__(self):
-        return f"{self.flags.workers or 'as many as the cluster has room for'} at a time"
+        return runs_at_a_time(self.flags.workers)
 
     def open(self):
         if not shutil.which("sbatch"):
@@ -131,31 +130,37 @@ class Slurm:
         return [*words, *self.flags.backend_arg]
 
     def preview(self, names):
+        return self.job_script(names)
+
+    def job_script(self, names):
         """The array job of these runs, as a file for sbatch."""
         folder = self.store.folder
-        output = str(folder / "logs").replace("%", "%%") + "/slurm-%A_%a.log"
+        logs = str(self.store.logs)
+        output = logs.replace("%", "%%") + "/slurm-%A_%a.log"
         lines = [f"#SBATCH {shlex.quote(word)}\n" for word in self.options()]
         return SBATCH.format(
             job=shlex.quote(f"plainrl-{folder.name}"),
             last=len(names) - 1,
             limit=f"%{self.flags.workers}" if self.flags.workers else "",
             cpus=self.flags.cpus_per_run,
+            save_s=SAVE_S,
             output=shlex.quote(output),
             options="".join(lines),
             names=shlex.join(names),
             path=shlex.quote(python_path()),
+            logs=shlex.quote(logs),
             folder=shlex.quote(str(folder)),
             python=shlex.quote(sys.executable),
         )
 
     def room(self):
-        """There is no room for a minute after a refusal."""
+        """0 for a minute after a refusal."""
         return MOST_TASKS if time.time() - self.refused > REFUSED_S else 0
 
     def start(self, names):
         """Where sbatch submits and doesn't answer, the locks keep a run from two workers."""
-        file = self.store.folder / "sweep.sbatch"
-        file.write_text(self.preview(names))
+        file = self.store.slurm_script
+        file.write_text(self.job_script(names))
         try:
             done = ask(["sbatch", "--parsable", str(file)])
         except OSError:
@@ -170,10 +175,10 @@ class Slurm:
         job = done.stdout.strip().split(";")[0]
         self.jobs[job] = names
         self.queued |= {(job, str(i)) for i in range(len(names))}
-        write_json(self.store.folder / "slurm.json", self.jobs)
+        write_json(self.store.slurm_jobs, self.jobs)
 
     def running(self):
-        """Asks Slurm every 5 s. Where it doesn't answer, what it said last holds for as long."""
+        """Asks Slurm every ASK_S. Where it doesn't answer, its last answer holds for as long."""
         if time.time() - self.asked > ASK_S:
             try:
                 self.queued = self.ask_for_tasks()

@@ -41,7 +41,7 @@ def run_status(lab, *flags):
 def test_the_row_of_a_run_that_runs(lab):
     name = lab.make_folder("Good-v0")
     write_episodes(lab, name, "2,1.0,0,-8.0", "4,1.4,0,-7.0")
-    lab.store.log(name).touch()
+    lab.store.log_file(name).touch()
     row = row_of(lab, state="running", failures=2, place="node7, process 5", started=3.0)
     assert row.pop("speed") == pytest.approx(5.0) and row.pop("eta_s") == pytest.approx(0.4)
     assert row == {
@@ -77,13 +77,13 @@ def test_a_silent_run_is_named_with_its_place(lab):
     """So that its user can go and look."""
     name = lab.make_folder("Good-v0")
     lab.store.run_dir(name).mkdir()
-    for path in (lab.store.log(name), lab.store.run_dir(name)):
+    for path in (lab.store.log_file(name), lab.store.run_dir(name)):
         path.touch()
         os.utime(path, (0, 0))
     note = row_of(lab, state="running", place="node7, process 5")["note"]
     assert note.startswith("silent for ") and note.endswith(" min, node7, process 5")
     assert row_of(lab, state="running", started=time.time())["note"] == ""
-    lab.store.log(name).touch()
+    lab.store.log_file(name).touch()
     assert row_of(lab, state="running")["note"] == ""
 
 
@@ -151,6 +151,15 @@ def test_no_number_of_steps(lab):
     assert line == f"  {name}: 4, 4.0 steps/s, ? left, return -"
 
 
+def test_a_number_of_steps_with_a_point_is_one(lab):
+    name = lab.make_folder("Good-v0")
+    write_episodes(lab, name, "4,1.0,0,1.0")
+    (record,) = lab.store.plan()["runs"].values()
+    record["args"] = {"total_timesteps": 1e3}
+    row = status.make_row(lab.store, name, record, JOB | {"state": "running"})
+    assert cells_of(row)[2:5] == ["4/1,000", "4.0 steps/s", "0:04:09"]
+
+
 def test_status_of_a_sweep_that_runs(lab):
     """It doesn't disturb it; afterwards nobody looks after the folder."""
     lab.make_suite("Gate-v0", seeds=2)
@@ -165,13 +174,13 @@ def test_status_of_a_sweep_that_runs(lab):
     assert lab.finish(sweep)[0] == 0
     said = run_status(lab)
     assert "0 running, 0 waiting, 0 failed, 2 finished" in said and "1.5" in said and "2.5" in said
-    assert "looks after" not in said and "looked after by" not in said
+    assert "No sweep is running" not in said and "looked after by" not in said
 
 
 def test_status_of_a_sweep_that_nobody_looks_after(lab):
     lab.make_folder("Good-v0")
     said = run_status(lab)
-    assert "1 waiting" in said and "no sweep looks after it: the same command goes on" in said
+    assert "1 waiting" in said and "No sweep is running here; run the same command again" in said
 
 
 def test_status_as_json(lab):
@@ -179,7 +188,7 @@ def test_status_as_json(lab):
     name = lab.make_folder("Good-v0")
     write_episodes(lab, name, "4,1.0,0,nan")
     (row,) = json.loads(run_status(lab, "--json"))
-    assert row == status.rows(lab.store)[0]
+    assert row == status.read_rows(lab.store)[0]
     assert (row["name"], row["step"], row["return"], row["eta_s"]) == (name, 4, None, None)
 
 
@@ -203,7 +212,7 @@ def test_status_names_what_it_leaves_out(lab, monkeypatch, capsys):
 def test_where_there_are_no_locks_nobody_knows_who_looks_after_a_sweep(lab, monkeypatch):
     lab.make_folder("Good-v0")
     hold(lab.store.sweep_lock).close()
-    assert status.who_looks_after(lab.store).startswith("no sweep looks after it")
+    assert status.who_looks_after(lab.store).startswith("No sweep is running here")
 
     def flock(*_):
         raise OSError(errno.ENOLCK, "No locks available")

@@ -17,6 +17,7 @@ from benchmark.store import (
     hold,
     is_held,
     last_line,
+    planned_steps,
     read_evaluation,
     read_json,
     read_progress,
@@ -120,8 +121,8 @@ def test_a_run_with_the_longest_name(store):
     assert list(store.plan()["runs"]) == [LONG]
     store.write_job(LONG, store.job(LONG) | {"state": "failed"})
     assert store.job(LONG)["state"] == "failed"
-    store.log(LONG).write_text("said")
-    assert last_line(store.log(LONG)) == "said"
+    store.log_file(LONG).write_text("said")
+    assert last_line(store.log_file(LONG)) == "said"
     with hold(store.job_lock(LONG)):
         assert is_held(store.job_lock(LONG))
     finish(store, LONG)
@@ -229,11 +230,29 @@ def write_episodes(folder, text):
     (folder / "episodes.csv").write_text(text)
 
 
+@pytest.mark.parametrize(
+    "steps, expected",
+    [
+        (5, 5),
+        (1e6, 1_000_000),
+        (True, None),
+        ("9", None),
+        (None, None),
+        (float("nan"), None),
+        (float("inf"), None),
+        (10**400, None),
+    ],
+)
+def test_planned_steps_are_finite_numbers(steps, expected):
+    found = planned_steps({"total_timesteps": steps})
+    assert found == expected and type(found) is type(expected)
+    assert planned_steps({}) is None
+
+
 def test_progress_is_in_the_last_episodes(tmp_path):
     write_episodes(tmp_path / "a", f"{HEADER}100,2.0,0,5.0,9,truncation\n300,4.0,1,8.0,9,x\n")
     assert read_progress(tmp_path / "a", 1000) == {
         "step": 300,
-        "steps": 1000,
         "speed": 100.0,
         "eta_s": 7.0,
         "return": 6.5,
@@ -300,12 +319,12 @@ def test_the_last_line_of_a_log(tmp_path):
 def test_a_runs_last_sign_of_life(store):
     """Its log, a new file in its folder, or an episode."""
     assert store.last_written("a") == 0.0
-    store.log("a").touch()
-    assert store.last_written("a") == store.log("a").stat().st_mtime
+    store.log_file("a").touch()
+    assert store.last_written("a") == store.log_file("a").stat().st_mtime
     write_episodes(store.run_dir("a"), HEADER)
     episodes = store.run_dir("a") / "episodes.csv"
     subprocess.run(["touch", "-d", "2100-01-01", episodes], check=True)
-    assert store.last_written("a") == episodes.stat().st_mtime > store.log("a").stat().st_mtime
+    assert store.last_written("a") == episodes.stat().st_mtime > store.log_file("a").stat().st_mtime
 
 
 def test_a_lock_is_free_or_held(tmp_path):

@@ -113,7 +113,7 @@ def test_a_sweep_runs_a_suite(lab):
     table = said[said.rindex("0 running") :]
     assert "0 waiting, 2 failed, 2 finished" in table
     assert "RuntimeError: [broken] at 0 (exit code 1)" in table
-    assert lab.store.log("Never-v0__fake__1").read_text().count("Traceback") == 3
+    assert lab.store.log_file("Never-v0__fake__1").read_text().count("Traceback") == 3
     code, said = lab.run_sweep("--retries", "0")
     assert code == 1 and "2 waiting, 0 failed, 2 finished" in said.splitlines()[0]
     assert (lab.starts("Never-v0__fake__1"), lab.starts(ONE)) == (4, 1)
@@ -337,12 +337,23 @@ def test_the_folder_is_named_after_the_suite(lab, monkeypatch, capsys):
     assert f"benchmark.worker {lab.folder}/sweeps/suite Good-v0" in capsys.readouterr().out
 
 
+def test_an_error_in_the_middle_is_not_blamed_on_the_folder(lab, monkeypatch):
+    def run(_):
+        raise OSError("away")
+
+    lab.make_suite("Good-v0")
+    monkeypatch.setattr(sys, "argv", ["sweep", str(lab.suite), "--dir", str(lab.out)])
+    monkeypatch.setattr(Sweep, "run", run)
+    with pytest.raises(OSError, match="away"):
+        sweep.main()
+
+
 def test_another_backend_names_the_slurm_jobs_of_its_folder(lab):
     lab.make_suite("Good-v0")
     lab.out.mkdir()
     (lab.out / "slurm.json").write_text('{"17": ["one"], "18": []}')
     code, said = lab.run_sweep()
-    assert code == 0 and "`scancel 17 18` takes back what waits" in said
+    assert code == 0 and "`scancel 17 18` removes those that wait" in said
 
 
 @pytest.mark.parametrize(
@@ -443,7 +454,7 @@ def test_a_worker_that_did_not_come_up_is_no_stop(watched, monkeypatch):
     monkeypatch.setattr(sweep, "PAUSE_S", 0)
     for i in range(1, sweep.MISSES + 1):
         watched.poll()
-        with open(watched.store.log(one), "a") as log:
+        with open(watched.store.log_file(one), "a") as log:
             print("no such file", file=log)
         watched.engine.given.clear()
         assert len(watched.engine.calls) == i

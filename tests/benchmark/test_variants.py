@@ -1,16 +1,10 @@
-"""Flags as words, and which runs of hand-made frames get one name."""
+"""Which runs of hand-made frames get one name."""
 
 import pytest
 
+from benchmark.flags import RUN_ONLY
 from benchmark.runs import run_frame
-from benchmark.variants import (
-    RUN_ONLY,
-    changed_flags,
-    name_variants,
-    text_of,
-    without_paths,
-    words_of,
-)
+from benchmark.variants import changed_flags, name_variants, text_of, without_paths
 
 DEFAULTS = {
     "env_id": "CartPole-v1",
@@ -57,13 +51,6 @@ def variants_of(*rows):
 
 def bases_of(*rows):
     return list(named(*rows)[0]["base"])
-
-
-def test_words_of_flags():
-    """What a script's parser makes the same flags of."""
-    flags = {"hidden_sizes": [3, 5], "norm_adv": False, "amp": True, "target_kl": 0.02}
-    words = "--hidden-sizes 3 5 --no-norm-adv --amp --target-kl 0.02"
-    assert words_of(flags) == tuple(words.split())
 
 
 def test_text_of_flags_is_short():

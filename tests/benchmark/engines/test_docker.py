@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.engines import ROOT, EngineError, docker
+from benchmark import ROOT
+from benchmark.engines import EngineError
 from benchmark.engines.docker import Docker, DockerFlags
 from benchmark.store import Store
+from benchmark.worker import STOP_S
 
 
 def record(script="/scripts/ppo.py", init_from=None):
@@ -153,7 +155,7 @@ def test_a_container_has_its_cores_gpus_and_memory(tmp_path):
         "--gpus": '"device=4,6"',
     }.items():
         assert words[words.index(flag) + 1] == value
-    assert int(words[words.index("--stop-timeout") + 1]) > docker.STOP_S
+    assert int(words[words.index("--stop-timeout") + 1]) > STOP_S
     *own, image = words[words.index("--network=host") : words.index("-m")]
     assert (own, image) == (["--network=host", "--shm-size", "1g"], "mine")
     assert words[words.index("-m") :] == [

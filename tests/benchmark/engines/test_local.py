@@ -123,7 +123,7 @@ def test_a_worker_sees_its_gpus_alone(monkeypatch, store, lab, gpus_per_run, exp
     monkeypatch.setattr(engine, "command", lambda *_: ["bash", "-c", script])
     engine.start(["a"])
     lab.wait_for(lambda: not engine.running())
-    assert store.log("a").read_text() == expected
+    assert store.log_file("a").read_text() == expected
 
 
 def test_a_workers_command(store):
@@ -140,12 +140,12 @@ def test_a_workers_command(store):
 def test_a_disk_that_is_full_for_a_while_costs_no_core(monkeypatch, store, lab):
     engine = Local(store, {}, LocalFlags(workers=1))
     monkeypatch.setattr(engine, "command", lambda *_: ["true"])
-    store.log("a").parent.rmdir()
+    store.log_file("a").parent.rmdir()
     for _ in range(3):
         with pytest.raises(OSError):
             engine.start(["a"])
     assert engine.room() == 1 and not engine.running()
-    store.log("a").parent.mkdir()
+    store.log_file("a").parent.mkdir()
     engine.start(["a"])
     assert engine.room() == 0
     lab.wait_for(lambda: not engine.running())
@@ -155,7 +155,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_core(monkeypatch, store, lab):
 def test_a_start_that_fails_halfway_costs_no_core(monkeypatch, store):
     """What had begun runs, and stop() ends it."""
     monkeypatch.setattr(local, "usable_cores", lambda: [0, 1])
-    store.log("b").mkdir()
+    store.log_file("b").mkdir()
     engine = Local(store, {}, LocalFlags(workers=2))
     monkeypatch.setattr(engine, "command", lambda *_: ["sleep", "60"])
     with pytest.raises(IsADirectoryError):
@@ -179,12 +179,12 @@ def test_ctrl_c_in_the_terminal_is_for_the_sweep_alone(monkeypatch, store):
 
 
 def test_a_worker_that_does_not_stop_is_killed(monkeypatch, store, lab):
-    monkeypatch.setattr(local, "STOP_S", -10)
+    monkeypatch.setattr(local, "GONE_S", 0)
     engine = Local(store, {}, LocalFlags(workers=1))
     script = "trap '' TERM; echo up; while true; do sleep 0.05; done"
     monkeypatch.setattr(engine, "command", lambda *_: ["bash", "-c", script])
     engine.start(["a"])
-    lab.wait_for(lambda: store.log("a").read_text() == "up\n")
+    lab.wait_for(lambda: store.log_file("a").read_text() == "up\n")
     process, _ = engine.processes["a"]
     engine.stop()
     assert process.wait(30) == -9

@@ -48,10 +48,10 @@ def test_memory_in_bytes(memory, number):
 
 def test_a_task_runs_a_worker(store):
     """With the sweep's variables; its output is in the run's log, after what is there."""
-    store.log("a").write_text("before\n")
+    store.log_file("a").write_text("before\n")
     work = ray.make_task()
-    work(["sh", "-c", "echo $X; echo wrong >&2"], {"X": "told"}, str(store.log("a")))
-    assert store.log("a").read_text() == "before\ntold\nwrong\n"
+    work(["sh", "-c", "echo $X; echo wrong >&2"], {"X": "told"}, str(store.log_file("a")))
+    assert store.log_file("a").read_text() == "before\ntold\nwrong\n"
 
 
 def test_room_is_what_the_workers_leave(store):

@@ -79,7 +79,7 @@ def test_a_task_starts_the_worker_of_its_run(tmp_path):
     assert runs == "runs=(a 'b$HOME')" and name == "name=${runs[$SLURM_ARRAY_TASK_ID]}"
     assert path.startswith("export PYTHONPATH=")
     folder = f"'{tmp_path}/my, sweep'"
-    assert output == f'exec >> {folder}/logs/"$name".log 2>&1'
+    assert output == f"exec >> '{engine.store.logs}'/\"$name\".log 2>&1"
     assert worker.endswith(f'python -m benchmark.worker {folder} "$name" --threads 2')
 
 

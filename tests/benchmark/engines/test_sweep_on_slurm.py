@@ -131,7 +131,7 @@ def test_slurm_runs_a_suite(lab, slurm):
     assert [call["options"]["--array"] for call in calls_of(slurm)] == ["0-2%2"]
     for name in GATES:
         assert lab.environment(name)["OMP_NUM_THREADS"] == "3"
-        assert lab.store.log(name).exists()
+        assert lab.store.log_file(name).exists()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
@@ -272,7 +272,7 @@ def test_a_task_whose_worker_does_not_come_up_is_no_cancelled_one(lab, slurm):
     code, said = lab.run_sweep(*SLURM, "--retries", "0", patch=patch)
     assert code == 2 and "error: the last 5 workers didn't come up" in said
     assert "/no/py: No such file" in said
-    assert "/no/py: No such file" in lab.store.log("Good-v0__fake__1").read_text()
+    assert "/no/py: No such file" in lab.store.log_file("Good-v0__fake__1").read_text()
     assert lab.job("Good-v0__fake__1")["failures"] == 0
 
 
@@ -286,11 +286,3 @@ def test_slurm_that_does_not_work_at_the_start(lab, slurm, fault, sentence):
     *_, last = said.splitlines()
     assert code == 2 and last.startswith("error: ") and sentence in last
     assert "Traceback" not in said and not calls_of(slurm)
-
-
-def test_another_backend_names_the_slurm_jobs_of_its_folder(lab):
-    lab.make_suite("Good-v0")
-    lab.out.mkdir()
-    (lab.out / "slurm.json").write_text('{"17": ["one"], "18": []}')
-    code, said = lab.run_sweep()
-    assert code == 0 and "`scancel 17 18` takes back what waits" in said

@@ -6,8 +6,8 @@ import os
 import pytest
 import tyro
 
-from benchmark import engines
-from benchmark.engines import ENGINES, ROOT, Engine, EngineError, load
+from benchmark import ROOT, engines
+from benchmark.engines import ENGINES, Engine, EngineError, load
 from benchmark.store import Store
 
 METHODS = [
@@ -108,3 +108,11 @@ def test_a_command_that_does_not_answer_is_no_silence_for_ever(monkeypatch):
     monkeypatch.setattr(engines, "ANSWER_S", 0.05)
     with pytest.raises(OSError, match="sleep doesn't answer within 0.05 s"):
         engines.ask(["sleep", "60"])
+
+
+def test_slurms_jobs_are_left_over_for_other_backends_only(tmp_path):
+    store = Store(tmp_path)
+    assert engines.leftovers(store, "local") == ""
+    store.slurm_jobs.write_text('{"17": ["one"], "18": []}')
+    assert "`scancel 17 18` removes those that wait" in engines.leftovers(store, "local")
+    assert engines.leftovers(store, "slurm") == ""
