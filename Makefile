@@ -1,10 +1,12 @@
-# make train: a trained HalfCheetah from a bare machine; make test: lint and tests; make test-engines: sweeps on a real
-# Docker, Slurm and Ray; make results: the committed figures and tables, redrawn from the committed CSVs. All set up .venv
-# on first use.
+# make install: .venv with all packages; make train: a trained HalfCheetah; make test: lint and tests; make test-engines:
+# sweeps on a real Docker, Slurm and Ray; make results: the committed figures and tables, redrawn from the committed CSVs.
+# All of them install first where that hasn't been done.
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: train test test-engines results lint
+.PHONY: install train test test-engines results lint
+
+install: .venv/installed
 
 train: .venv/installed
 	$(RUN) ppo_continuous_action.py

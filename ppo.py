@@ -767,6 +767,7 @@ def compile_or_not(function, args, device):
     """Returns function, compiled; with --no-compile, or without a working compiler, as it is."""
     if not args.compile:
         return function
+    print("compiling the update: up to half a minute, the first time", flush=True)
     options = {}
     if device.type == "cpu":
         # Without the threshold, beta ** steps is computed again for every eight weights (a vector

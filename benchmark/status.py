@@ -79,6 +79,8 @@ def make_row(store, name, record, job):
         row["speed"] = finite(progress.get("speed"))
         row["eta_s"] = finite(progress.get("eta_s"))
         row["note"] = note_of_running(store, name, job)
+        if not progress and not row["note"]:
+            row["note"] = "no episode has ended yet"
     if job["state"] == "finished" and total_steps is not None:
         row["step"] = total_steps  # its last episode ended earlier
     if returns:

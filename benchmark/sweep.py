@@ -301,7 +301,11 @@ class Sweep:
             broken = error
         said = ""
         if self.stopping or broken:
-            print("stopping: the runs save what they have, which takes up to a minute", flush=True)
+            print(
+                "stopping: the runs save what they have, which takes up to a minute; one in its "
+                "first iteration begins again next time",
+                flush=True,
+            )
             said = self.engine.stop()
         self.jobs = {name: self.store.job(name) for name in self.runs}
         self.screen.sum_up(self.jobs)
@@ -313,6 +317,9 @@ class Sweep:
             print(f"{len(self.cancelled)} were cancelled; the same command goes on with them")
         if self.stopping:
             return 128 + self.stopping
+        if any(job["state"] == "finished" for job in self.jobs.values()):
+            folder = shlex.quote(str(self.store.folder))
+            print(f"curves and tables: python -m benchmark.report {folder}")
         return int(any(job["state"] != "finished" for job in self.jobs.values()))
 
 
@@ -417,11 +424,19 @@ def read_flags(words):
 
 
 def find_suite(name):
-    """The path of a suite that is named by its file, or by its name under benchmark/suites/."""
+    """The path of a suite that is named by its file, or by its name under benchmark/suites/.
+
+    Raises SuiteError.
+    """
     path = Path(name)
     if path.suffix == ".toml":
         return path
-    return ROOT / "benchmark" / "suites" / f"{name}.toml"
+    suites = ROOT / "benchmark" / "suites"
+    path = suites / f"{name}.toml"
+    if not path.is_file():
+        known = ", ".join(sorted(place.stem for place in suites.glob("*.toml")))
+        raise SuiteError(f"there is no suite {name}; known are {known}, or give the path of one")
+    return path
 
 
 def run_suite(flags, engine_class, backend_flags):

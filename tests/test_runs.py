@@ -367,6 +367,7 @@ def test_resume_of_halfcheetah(tmp_path):
 def test_resume_with_compilation(tmp_path):
     flags = f"{TOY_RUN} --num-minibatches 1 --total-timesteps 6000"
     result = succeed(tmp_path / "whole", flags, compiled=True)
+    assert result.stdout.startswith("compiling the update: ")  # before the first silence
     if "without compilation" in result.stdout:
         pytest.skip("no C++ compiler here")
     assert (
