@@ -32,44 +32,61 @@ from benchmark.store import (
     planned_steps,
     read_evaluation,
 )
-from benchmark.variants import name_variants, without_paths
+from benchmark.variants import name_variants, unique_names, without_paths
 
 PACKAGES = ("python", "torch", "gymnasium", "mujoco", "ale-py", "numpy")
 EPISODE = ("global_step", "wall_seconds", "return")
 CURVE_DIGITS = 12  # of the numbers in curves.csv
-# The kinds of the columns: texts, numbers, whole numbers (NaN where missing), truths and others
-TEXT, NUMBER, WHOLE, TRUTH, OTHER = "text", "number", "whole", "truth", "other"
+# A run's score is its mean return over these episodes. The words are also a metric of published.csv
+SCORE_NAME = "last 100"
+SCORE_WORDS = "last 100 training episodes"
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """The kind of a column: what stands where a value is missing, and the column's dtype."""
+
+    missing: object
+    dtype: type
+
+
+TEXT = Kind("", object)
+NUMBER = Kind(np.nan, float)
+WHOLE = Kind(np.nan, float)  # whole numbers
+TRUTH = Kind(False, bool)
+OTHER = Kind(None, object)
 RUN_COLUMNS = {
     "id": OTHER,  # int, of this reading
     "run": TEXT,  # its folder's name
     "folder": OTHER,  # Path of the run's folder, or of its CSV's
-    "compared": TRUTH,  # of --compare
-    "mark": TEXT,  # what its variant has for that: " (COMMIT)", " (compared)", else ""
+    "compared": TRUTH,  # it was read from a folder of --compare
+    "mark": TEXT,  # " (COMMIT)" or " (compared)" at the end of the variant's name: this report, or
+    # the one that wrote the CSV, compares the run with others; else ""
     "from_csv": TRUTH,
     "env_id": TEXT,
     "script": TEXT,  # without .py
     "script_folder": TEXT,  # absolute, "" where unknown
-    "text": TEXT,  # of the script: the first 8 hex digits of its sha256, "" where unknown
-    "seed": OTHER,  # int, or what stands there
+    "script_hash": TEXT,  # the first 8 hex digits of the script's sha256, "" where unknown
+    "seed": OTHER,  # int, or the text that stands in its place
     "suite_variant": TEXT,  # "" where no suite names it
     "args": OTHER,  # dict of all flags, None of a CSV
     "defaults": OTHER,  # dict, None where unknown
     "flags": TEXT,  # words: all that make its variant
     "shared": TEXT,  # those of them that all variants of its script have
     "hidden": TEXT,  # the others that the variant's name doesn't show
-    "family": TEXT,  # its script with where it is from and the mark: what base variants are of
+    "family": TEXT,  # script, origin and mark; base variants are chosen within it
     "variant": TEXT,
-    "base": TRUTH,  # this variant is its script with its defaults (and what all variants share)
+    "base": TRUTH,  # the variant is the script with its defaults (and what all variants share)
     "state": TEXT,  # finished or unfinished; in a sweep also waiting, running, failed
     "note": TEXT,  # why it failed
     "damage": TEXT,  # what is wrong with its evaluation.json
-    "begun": TRUTH,  # its folder says something
+    "begun": TRUTH,  # its folder can be read
     "planned_steps": WHOLE,
-    "steps": WHOLE,  # of its last training episode, as the next two
-    "episodes": WHOLE,
+    "steps": WHOLE,  # at the end of its last training episode
+    "episodes": WHOLE,  # training episodes that have ended
     "not_finite": WHOLE,  # episodes whose return isn't finite
     "last_100": NUMBER,  # mean return of the last 100 training episodes
-    "last_20": NUMBER,
+    "last_20": NUMBER,  # of the last 20
     "evaluation_mean": NUMBER,
     "evaluation_std": NUMBER,  # ddof=0
     "evaluation_episodes": WHOLE,
@@ -81,14 +98,14 @@ RUN_COLUMNS = {
     "git_commit": TEXT,
     "command": TEXT,
 }
-# What runs.csv doesn't have: it holds of this computer alone, or follows from the rest
+# Columns that runs.csv doesn't have: they are about this computer alone, or follow from the rest
 NOT_IN_CSV = (
     "id",
     "folder",
     "compared",
     "from_csv",
     "script_folder",
-    "text",
+    "script_hash",
     "suite_variant",
     "args",
     "defaults",
@@ -102,7 +119,7 @@ DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, Recursion
 
 @dataclass
 class Data:
-    """What was read. notes: sentences on flags that the variants' names don't show."""
+    """What was read. notes: sentences about flags that the variants' names don't show."""
 
     runs: pd.DataFrame
     episodes: pd.DataFrame
@@ -112,7 +129,7 @@ class Data:
 
 
 def read(paths, compare=(), leave_out=None):
-    """Folders -> Data, each run once. leave_out: the report's folder, which is no run."""
+    """Reads folders, each run once -> Data. leave_out: the report's folder, which isn't a run."""
     reader = Reader(leave_out)
     for compared, group in ((False, paths), (True, compare)):
         for path in group:
@@ -128,14 +145,11 @@ def read(paths, compare=(), leave_out=None):
 
 
 def run_frame(rows):
-    """Rows of runs, dicts, which may lack columns -> frame with RUN_COLUMNS."""
-    missing = {TEXT: "", NUMBER: np.nan, WHOLE: np.nan, TRUTH: False, OTHER: None}
-    kinds = {TEXT: object, NUMBER: float, WHOLE: float, TRUTH: bool, OTHER: object}
-    rows = [
-        {name: row.get(name, missing[kind]) for name, kind in RUN_COLUMNS.items()} for row in rows
-    ]
-    frame = pd.DataFrame(rows, columns=list(RUN_COLUMNS))
-    return frame.astype({name: kinds[kind] for name, kind in RUN_COLUMNS.items()} | {"id": int})
+    """Rows of runs (dicts, which may lack columns) -> frame with RUN_COLUMNS."""
+    missing = {name: kind.missing for name, kind in RUN_COLUMNS.items()}
+    dtypes = {name: kind.dtype for name, kind in RUN_COLUMNS.items()}
+    frame = pd.DataFrame([missing | row for row in rows], columns=list(RUN_COLUMNS))
+    return frame.astype(dtypes | {"id": int})
 
 
 def series_frame(parts):
@@ -148,7 +162,7 @@ def series_frame(parts):
 
 
 class Reader:
-    """What is read so far: rows of runs, [(id, frame)] of episodes and of curves, and troubles."""
+    """Collects what it reads: rows of runs, [(id, frame)] of episodes and of curves, troubles."""
 
     def __init__(self, leave_out):
         self.runs = []
@@ -174,7 +188,7 @@ class Reader:
                     self.read_folder(folder, compared)
 
     def was_seen(self, folder):
-        """Whether a folder has been read. From now on it has."""
+        """Whether this was asked before of the folder, by whichever of its paths."""
         place = folder.resolve()
         if place in self.seen:
             return True
@@ -182,6 +196,7 @@ class Reader:
         return False
 
     def add(self, row, compared, episodes=None, curve=None):
+        """Adds a run's row under the next id, with its frame of episodes or its stored curve."""
         number = len(self.runs)
         self.runs.append(row | {"id": number, "compared": compared})
         if episodes is not None:
@@ -256,14 +271,14 @@ def said(error):
 
 
 def has_csv(folder):
-    """Whether a folder is a report's: one of runs may hold a report on them, too."""
+    """Whether a folder holds a report's CSVs. One that also holds runs is read as these runs."""
     if not (folder / "runs.csv").exists():
         return False
     return not any((path / "config.json").exists() for path in subfolders(folder))
 
 
 def subfolders(folder):
-    """The folders in a folder, sorted; a link to one of them is none."""
+    """The folders in a folder, sorted, without links to one another."""
     real = {}
     for path in sorted(folder.glob("*"), key=lambda path: (path.is_symlink(), path)):
         if path.is_dir():
@@ -272,9 +287,9 @@ def subfolders(folder):
 
 
 def printable(value):
-    """value, or what it contains, with \\udcff for what is no character.
+    """value with \\udcff written out wherever a text, or a text within it, can't be encoded.
 
-    Linux has such names of folders, and JSON such strings.
+    Names of folders on Linux and strings in JSON may hold such code points.
     """
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
@@ -305,7 +320,7 @@ def read_run(folder):
         "env_id": str(args["env_id"]),
         "script": script.stem,
         "script_folder": str(script.parent) if script.is_absolute() else "",
-        "text": hash_of(folder / script.name),
+        "script_hash": hash_of(folder / script.name),
         "seed": args["seed"] if isinstance(args["seed"], int) else str(args["seed"]),
         "args": args,
         "defaults": dict(config["defaults"]) if "defaults" in config else None,
@@ -347,11 +362,12 @@ def hash_of(path):
 
 
 def versions_of(versions):
+    """{package: version} -> those of PACKAGES as a text, "python=3.11.2 torch=2.9.0"."""
     return " ".join(f"{name}={versions[name]}" for name in PACKAGES if name in versions)
 
 
 def machine_of(config):
-    """What config.json says of the machine, in words."""
+    """What config.json says about the machine, as a text."""
     words = map(str, config.get("machine", ()))
     machine = " ".join(word for word in words if not word.startswith("#"))
     for name, unit in (("cores", "cores"), ("device", "")):
@@ -361,7 +377,7 @@ def machine_of(config):
 
 
 def summary_of(episodes):
-    """The columns of a run that its episodes tell."""
+    """A run's columns that follow from its episodes, a dict."""
     returns = episodes["return"].to_numpy()
     summary = {
         "episodes": len(returns),
@@ -385,7 +401,10 @@ def summary_of(episodes):
 
 
 def evaluation_of(returns):
-    """The columns of a run that its evaluation tells. returns: of its episodes, None without."""
+    """A run's columns that follow from its evaluation, a dict.
+
+    returns: those of the evaluation's episodes, None without an evaluation.
+    """
     columns = {"evaluation_episodes": len(returns or ())}
     if returns:
         with np.errstate(invalid="ignore"):  # returns may be infinite
@@ -394,7 +413,7 @@ def evaluation_of(returns):
 
 
 def score_of(row):
-    """last_100 of a finished run, NaN of others and where it isn't finite."""
+    """A run's score: last_100 if it has finished and that is a finite number, else NaN."""
     value = row.get("last_100", np.nan)
     if row["state"] != "finished" or not np.isfinite(value):
         return np.nan
@@ -450,14 +469,14 @@ def known_to_sweep(planned, found):
 
 
 def write_csv(folder, runs, curves):
-    """Writes runs.csv, and curves.csv where there are curves: read() makes the same runs of them.
+    """Writes runs.csv, and curves.csv if there are curves, for read() to read.
 
-    runs, curves: frames as in Data. Runs of one name get a number behind it.
+    runs, curves: frames as in Data. Runs that share a name are numbered.
     """
     names = unique_names(runs["run"])
     table = runs.assign(run=names)[CSV_COLUMNS]
     for name, kind in RUN_COLUMNS.items():
-        if kind == WHOLE and name in table:
+        if kind is WHOLE and name in table:
             table[name] = table[name].astype("Int64")
     folder.mkdir(parents=True, exist_ok=True)
     table.to_csv(folder / "runs.csv", index=False, encoding="utf-8", na_rep="")
@@ -470,23 +489,8 @@ def write_csv(folder, runs, curves):
     points.to_csv(path, index=False, float_format=f"%.{CURVE_DIGITS}g")
 
 
-def unique_names(names):
-    """names, with " (2)" and so on behind those that were there before."""
-    made = []
-    taken = set()
-    for name in names:
-        count = 1
-        new = name
-        while new in taken:
-            count += 1
-            new = f"{name} ({count})"
-        taken.add(new)
-        made.append(new)
-    return made
-
-
 def read_table(path, needed):
-    """A CSV -> [dict of str], which have the columns needed. Raises DAMAGE."""
+    """The lines of a CSV as dicts of str. Raises DAMAGE, also if a column of needed is missing."""
     with open(path, newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file, restval="")
         missing = [name for name in needed if name not in (reader.fieldnames or ())]
@@ -522,9 +526,9 @@ def row_of(cells):
     for name in CSV_COLUMNS:
         cell = cells.get(name, "")
         kind = RUN_COLUMNS[name]
-        if kind == TEXT:
+        if kind is TEXT:
             row[name] = cell
-        elif kind == TRUTH:
+        elif kind is TRUTH:
             row[name] = truth_of(name, cell)
         elif kind in (NUMBER, WHOLE):
             row[name] = number_of(name, cell)
@@ -540,12 +544,14 @@ def row_of(cells):
 
 
 def truth_of(name, cell):
+    """A cell of the column name as bool; an empty one is False. Raises ValueError."""
     if cell not in ("True", "False", ""):
         raise ValueError(f"{name} is {cell}, neither True nor False")
     return cell == "True"
 
 
 def number_of(name, cell):
+    """A cell of the column name as float; an empty one is NaN. Raises ValueError."""
     if cell == "":
         return np.nan
     try:
@@ -557,7 +563,7 @@ def number_of(name, cell):
 def read_curves_csv(path, names):
     """A curves.csv -> ({run: frame with the columns EPISODE}, troubles). Raises DAMAGE.
 
-    There need be none. names: the known runs.
+    The file may be missing. names: the runs of the runs.csv beside it.
     """
     if not path.exists():
         return {}, []
@@ -583,10 +589,11 @@ def read_curves_csv(path, names):
 
 
 def read_published():
-    """The rows of published.csv, scores of others.
+    """The rows of published.csv, scores that others have published.
 
-    Columns env_id, algorithm, source, metric and more as texts; mean, std (NaN where unknown),
-    total_timesteps and seeds as numbers.
+    Columns: algorithm, env_id, metric (what the score is), kind ("training" or "evaluation":
+    returns of which episodes), source and publisher (the source in short) as texts; mean, std (NaN
+    where unknown), total_timesteps and seeds as numbers.
     """
     path = Path(__file__).parent / "published.csv"
     return pd.read_csv(path, keep_default_na=False, na_values={"std": [""], "seeds": [""]})

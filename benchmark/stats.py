@@ -1,6 +1,6 @@
 """Statistics of reports: scores of runs -> one number and its 95 % bootstrap interval.
 
-A score is a number a run. Scores of several environments are a list of arrays, one for each
+A score is one number per run. Scores of several environments are a list of arrays, one for each
 environment. The bootstrap draws runs within their environment (stratified), as in Agarwal et al.
 2021, https://arxiv.org/abs/2108.13264, whose library rliable the tests compare with.
 """
@@ -13,7 +13,10 @@ BATCH = 20_000_000  # numbers drawn at once: 160 MB a copy
 
 
 def iqm(x, axis=None):
-    """Interquartile mean: of x along axis without its lowest and highest floor(n / 4) values."""
+    """Interquartile mean: the mean of the middle half of x along axis.
+
+    Of n values, the lowest and the highest floor(n / 4) are left out.
+    """
     return trim_mean(x, 0.25, axis=axis)
 
 
@@ -23,10 +26,10 @@ CENTERS = {"iqm": iqm, "mean": np.mean}
 def smooth(at, returns, grid, window):
     """A run's return along a grid -> (len(grid),).
 
-    At each point it is the mean of the episodes that ended in (point - window, point]. Where there
-    is none, it is the return of the last one before. It is nan before the first episode that counts
-    and after the last. at: (episodes,) steps at which they ended, ascending; returns: (episodes,),
-    of which those that aren't finite don't count.
+    At each point it is the mean of the episodes that ended in (point - window, point]. If none did,
+    it is the return of the last episode before. It is nan before the first episode that counts and
+    after the last episode. at: (episodes,) steps at which they ended, ascending; returns:
+    (episodes,), of which those that aren't finite don't count.
     """
     finite = np.isfinite(returns)
     if not finite.any():
@@ -44,8 +47,9 @@ def smooth(at, returns, grid, window):
 def interval(samples, statistic):
     """Bounds of the percentile bootstrap: (low, high), of the shape that statistic has.
 
-    samples: arrays with a run at each place of the last axis, each drawn from by itself; statistic:
-    a function of them and of axis. A sample of a single run stays as it is; nan where all are.
+    samples: arrays whose last axis is the runs, each resampled by itself; statistic: a function of
+    all samples and of axis. A sample of a single run isn't resampled; all nan if no sample has two
+    runs.
     """
     drawn_from = [i for i, sample in enumerate(samples) if sample.shape[-1] > 1]
     if not drawn_from:
@@ -53,6 +57,7 @@ def interval(samples, statistic):
         return nothing, nothing
 
     def of_all(*drawn, axis):
+        """The statistic of all samples. scipy only draws, and passes, those of several runs."""
         resamples = drawn[0].shape[:-1]
         every = [np.broadcast_to(x[..., None, :], (*resamples, x.shape[-1])) for x in samples]
         for i, sample in zip(drawn_from, drawn, strict=True):
@@ -102,8 +107,8 @@ def difference(scores, others, center):
 def improvement(scores, others):
     """Probability that a run of scores is better than one of others -> (value, low, high).
 
-    The two are of the same environments. It is Mann-Whitney's U by the number of pairs, so ties
-    count half, averaged over the environments.
+    Both have the same environments. It is Mann-Whitney's U divided by the number of pairs, averaged
+    over the environments; ties count half.
     """
 
     def statistic(*samples, axis):
@@ -118,10 +123,12 @@ def improvement(scores, others):
 
 
 def profile(scores, taus):
-    """(value, low, high), each (len(taus),): the share of runs with a score above each of taus."""
+    """The share of runs with a score above each tau -> (value, low, high), each (len(taus),)."""
     return estimate([(x > taus[:, None]).astype(float) for x in scores], pooled(np.mean))
 
 
 def normalise(scores, low, high):
-    """Scores so that low is 0 and high is 1; 1 where all runs of the environment have the same."""
-    return (scores - low) / (high - low) if high > low else np.ones_like(scores)
+    """Scores rescaled so that low becomes 0 and high 1; all 1 if low equals high."""
+    if high > low:
+        return (scores - low) / (high - low)
+    return np.ones_like(scores)

@@ -1,8 +1,8 @@
-"""The names of variants: which runs a report takes for the same thing.
+"""The names of variants: which runs a report counts as the same.
 
 A variant is what a suite calls it, or else the script and the flags that differ from its defaults.
 Runs with different flags, from different scripts of one name, or from the two sides of --compare
-never share a name.
+never share a variant's name.
 """
 
 import re
@@ -47,14 +47,18 @@ def without_paths(text):
 def name_variants(runs):
     """Names the variants of runs -> (runs, notes).
 
-    runs: a frame as benchmark.runs has it. Of runs of a CSV, which have their names already, only
-    what sets them apart from others here is added. notes: sentences on flags that the names don't
-    show.
+    runs: a frame as benchmark.runs has it; notes: sentences about flags that the names don't show.
+    Runs of a CSV have their names already, and only get what tells them from other runs here.
+
+    The order matters. A script's runs are named first, since the rest looks for names that are the
+    same. Flags that tell them apart come before steps, which are only compared within a variant.
+    The notes give the names without marks, which come last: up to then, a run has the same name on
+    both sides of --compare.
     """
     rows = runs.to_dict("records")
-    read = [row for row in rows if not row["from_csv"]]
-    for script in sorted({row["script"] for row in read}):
-        name_script([row for row in read if row["script"] == script])
+    from_folders = [row for row in rows if not row["from_csv"]]
+    for script in sorted({row["script"] for row in from_folders}):
+        name_script([row for row in from_folders if row["script"] == script])
     tell_apart(rows)
     add_steps(rows)
     notes = notes_of(rows)
@@ -64,7 +68,7 @@ def name_variants(runs):
 
 
 def name_script(rows):
-    """Names the runs of one script, from folders."""
+    """Names the runs of one script that were read from folders."""
     own = own_flags(rows)
     several = any(flags != own[0] for flags in own)
     shared = common(own) if several else {}  # the only variant is named in full
@@ -83,8 +87,8 @@ def name_script(rows):
 def own_flags(rows):
     """The flags of each of a script's runs that differ from its defaults, a list of dicts.
 
-    A run that doesn't know its defaults has those of another run. Where none knows them, what all
-    runs share counts as default.
+    A run that doesn't know its defaults gets those of another run. If no run knows them, the flags
+    that all runs share count as defaults.
     """
     known = [row["defaults"] for row in rows if row["defaults"]]
     usual = known[0] if known else common([row["args"] for row in rows if row["args"]])
@@ -92,7 +96,7 @@ def own_flags(rows):
 
 
 def common(dicts):
-    """What all of several dicts have in common."""
+    """The items that several dicts share, a dict."""
     if not dicts:
         return {}
     first, *others = dicts
@@ -104,7 +108,7 @@ def common(dicts):
 
 
 def notes_of(rows):
-    """Sentences on flags that the names of variants don't show."""
+    """Sentences about flags that the names of variants don't show."""
     notes = []
     for script in sorted({row["script"] for row in rows}):
         own = [row for row in rows if row["script"] == script]
@@ -126,9 +130,9 @@ def notes_of(rows):
 def origins_of(rows):
     """What tells scripts of one name apart: " (FOLDER)", " (COMMIT)" or both, for each run.
 
-    It is "" where all have the same. A run whose script isn't known, as it hasn't begun or kept no
-    copy of it, counts to the most frequent one. The runs to compare are told apart among
-    themselves, since they have a mark anyway.
+    It is "" if all runs have the same script. A run whose script isn't known, since it hasn't begun
+    or kept no copy, counts as one of the most frequent script. Runs of --compare are only told
+    apart from each other, since their mark tells them from the rest.
     """
     labels = {}
     for compared in (False, True):
@@ -137,8 +141,10 @@ def origins_of(rows):
         names = distinct_ends(set(folders))
         for folder, name in names.items():
             inside = [row for row, other in zip(group, folders, strict=True) if other == folder]
-            for row, text in zip(inside, text_labels(inside), strict=True):
-                parts = [part for part in (name if len(names) > 1 else "", text) if part]
+            for row, label in zip(inside, hash_labels(inside), strict=True):
+                parts = [name] if len(names) > 1 else []
+                if label:
+                    parts.append(label)
                 labels[row["id"]] = f" ({', '.join(parts)})" if parts else ""
     return [labels[row["id"]] for row in rows]
 
@@ -162,25 +168,28 @@ def distinct_ends(folders):
     return {folder: folder for folder in folders}
 
 
-def text_labels(rows):
-    """What tells the texts of a script in one folder apart, for each run, "" where there is one.
+def hash_labels(rows):
+    """A label for each run, which tells the texts of a script in one folder apart.
 
-    It is the commit, where each text has one of its own, else the beginning of the text's hash.
+    It is "" if there is only one text. It is the git commit if each text has a commit of its own,
+    else the text's hash.
     """
     commits = defaultdict(set)
     for row in rows:
-        if row["text"]:
-            commits[row["text"]].add(row["git_commit"])
+        if row["script_hash"]:
+            commits[row["script_hash"]].add(row["git_commit"])
     if len(commits) < 2:
         return [""] * len(rows)
     every = [commit for own in commits.values() for commit in own]
     by_commit = len(set(every)) == len(every) == len(commits) and "unknown" not in every
-    texts = fill_in([row["text"] for row in rows])
-    return [next(iter(commits[text])) if by_commit else f"text {text}" for text in texts]
+    hashes = fill_in([row["script_hash"] for row in rows])
+    if by_commit:
+        return [next(iter(commits[value])) for value in hashes]
+    return [f"text {value}" for value in hashes]
 
 
 def tell_apart(rows):
-    """Adds the flags to variants of one name that have different ones."""
+    """Adds the flags to the names of variants that share a name but not their flags."""
     flags = defaultdict(set)
     for row in rows:
         flags[row["variant"], row["compared"]].add(row["flags"])
@@ -192,33 +201,33 @@ def tell_apart(rows):
 
 
 def add_steps(rows):
-    """Adds the steps to a variant whose runs of an environment have different ones.
+    """Adds the steps to the names of runs that don't have their variant's usual steps.
 
-    Those of most of the runs go without saying. The runs to compare have the usual ones of the
-    others.
+    The usual steps are those of most of its runs in the environment. Runs of --compare are held
+    to the usual steps of the other runs.
     """
     lengths = defaultdict(Counter)
     for compared in (False, True):
         known = set(lengths)
         for row in rows:
             key = row["env_id"], row["variant"]
-            counts = row["compared"] == compared and key not in known
-            if counts and row["planned_steps"] > 0:
+            does_count = row["compared"] == compared and key not in known
+            if does_count and row["planned_steps"] > 0:
                 lengths[key][row["planned_steps"]] += 1
     for row in rows:
-        usual = lengths[row["env_id"], row["variant"]].most_common(2)
-        if not row["planned_steps"] > 0:
+        if not row["planned_steps"] > 0:  # unknown, too
             continue
-        no_most = len(usual) == 2 and usual[0][1] == usual[1][1]
-        if no_most or row["planned_steps"] != usual[0][0]:
+        usual = lengths[row["env_id"], row["variant"]].most_common(2)
+        is_tie = len(usual) == 2 and usual[0][1] == usual[1][1]
+        if is_tie or row["planned_steps"] != usual[0][0]:
             row["base"] = False
             row["variant"] += f" --total-timesteps {row['planned_steps']:.0f}"
 
 
 def add_marks(rows):
-    """Marks the variants of the runs to compare.
+    """Marks the variants of runs of --compare.
 
-    The mark is their git commit, where they have one that the others don't have, or "compared".
+    The mark is their git commit if they have a single one that no other run has, else "compared".
     """
     commits = {row["git_commit"] for row in rows if not row["compared"]}
     theirs = {row["git_commit"] for row in rows if row["compared"] and row["git_commit"]}
@@ -229,5 +238,18 @@ def add_marks(rows):
         if row["compared"]:
             for name in ("mark", "family", "variant"):
                 row[name] += f" ({word})"
-        # A CSV may have runs that an earlier report compared
-        row["compared"] = row["mark"] != ""
+
+
+def unique_names(names):
+    """names, of which those that are taken already get " (2)", " (3)" and so on."""
+    made = []
+    taken = set()
+    for name in names:
+        count = 1
+        new = name
+        while new in taken:
+            count += 1
+            new = f"{name} ({count})"
+        taken.add(new)
+        made.append(new)
+    return made

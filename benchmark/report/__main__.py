@@ -1,9 +1,9 @@
 """Draws a report of runs: curves, tables and statistics, in one HTML file that opens anywhere.
 
-RUNS is a run's folder, a folder of runs, a sweep's folder, or a folder with the runs.csv and
-curves.csv of a report, as many as you like. Planned and failed runs of a sweep are shown, too. The
-report's folder gets report.html, report.md, figures/NAME.png, .svg and .csv, and runs.csv and
-curves.csv, from which the same report can be drawn again.
+RUNS are folders, as many as you like: a run's, one that holds runs, a sweep's, or one with the
+runs.csv and curves.csv of a report. Planned and failed runs of a sweep are shown, too. The report's
+folder gets report.html, report.md, figures/NAME.png, .svg and .csv, and runs.csv and curves.csv,
+from which the same report can be drawn again.
 """
 
 import shlex
@@ -16,11 +16,13 @@ from typing import Literal
 
 import tyro
 
-from benchmark import runs as folders
 from benchmark.report import analysis, contents, figures, page
-from benchmark.report.blocks import Figure, Warning
+from benchmark.report.blocks import Caution, Figure
+from benchmark.runs import printable, read, read_published, write_csv
+from benchmark.store import ENDS
 
-MARKERS = ("sweep.json", "config.json")  # what a folder has that a report may lie in
+HOLDS_REPORT = ("sweep.json", "config.json")  # a folder with one of them may hold its report
+REST = 10  # --watch draws for at most 1 / (1 + REST) of the time: the runs need the cores more
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Args:
 
 def refuse(text):
     """Ends the program for bad input."""
-    print(folders.printable(f"error: {text}"), file=sys.stderr)
+    print(printable(f"error: {text}"), file=sys.stderr)
     sys.exit(2)
 
 
@@ -65,16 +67,19 @@ def folder_of(args):
     if args.out:
         return args.out.absolute()
     first = args.runs[0].absolute()
-    inside = any((first / name).exists() for name in MARKERS)
+    inside = any((first / name).exists() for name in HOLDS_REPORT)
     return (first if inside else first.parent) / "report"
 
 
-def read(args, folder):
-    """benchmark.runs.Data of the flags' folders; the program ends where one of them has no run."""
+def read_runs(args, folder):
+    """Reads the folders of the flags -> benchmark.runs.Data.
+
+    Ends the program if there is no run in RUNS, or none in those of --compare.
+    """
     sources = {path.resolve() for path in (*args.runs, *args.compare)}
-    # What is drawn from a folder's CSVs may be written beside them
+    # A report that is drawn from a folder's CSVs may be written into the same folder
     leave_out = None if folder.resolve() in sources else folder
-    data = folders.read(args.runs, args.compare, leave_out)
+    data = read(args.runs, args.compare, leave_out)
     for paths, compared in ((args.runs, False), (args.compare, True)):
         found = (data.runs["compared"] == compared).any()
         if paths and not found and not args.watch:
@@ -87,13 +92,13 @@ def read(args, folder):
 
 def draw(args, folder):
     """Reads all runs and writes the report -> (Report, frame of its runs, paths written)."""
-    data = read(args, folder)
+    data = read_runs(args, folder)
     runs = analysis.in_order(data.runs)
     curves = analysis.make_curves(runs, data.episodes, data.curves)
     report = contents.make_report(
         runs,
         curves,
-        folders.read_published(),
+        read_published(),
         data.troubles,
         data.notes,
         center=args.center,
@@ -101,7 +106,7 @@ def draw(args, folder):
     )
     folder.mkdir(parents=True, exist_ok=True)
     svgs = write_figures(report, folder / "figures")
-    folders.write_csv(folder, runs, curves)
+    write_csv(folder, runs, curves)
     refresh_s = args.interval if args.watch and not has_ended(runs) else None
     page.write(folder / "report.html", page.to_html(report, svgs, refresh_s))
     page.write(folder / "report.md", page.to_markdown(report))
@@ -122,12 +127,12 @@ def write_figures(report, folder):
 
 
 def has_ended(runs):
-    """Whether there are runs, and all have come to their ends."""
-    return len(runs) > 0 and bool(runs["state"].isin(("finished", "failed")).all())
+    """Whether there are runs, all of which have finished or failed."""
+    return len(runs) > 0 and bool(runs["state"].isin(ENDS).all())
 
 
 def watch(args, folder):
-    """Draws the report until all runs have ended -> what draw returns."""
+    """Draws the report again and again until all runs have ended -> what draw returns."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as at Ctrl-C
     while True:
         began = time.time()
@@ -135,13 +140,12 @@ def watch(args, folder):
         if has_ended(runs):
             return report, runs, files
         states = contents.states_of(runs)
-        print(folders.printable(f"{states}: {folder}/report.html"), flush=True)
-        # Longer after a long drawing: the runs need the cores more
-        time.sleep(max(args.interval, 10 * (time.time() - began)))
+        print(printable(f"{states}: {folder}/report.html"), flush=True)
+        time.sleep(max(args.interval, REST * (time.time() - began)))
 
 
 def stop_reloading(path, interval):
-    """Takes from a page, if there is one, what makes it reload itself."""
+    """Removes the tag that makes a page reload itself, if there is a page."""
     if path.exists():
         text = path.read_text(encoding="utf-8")
         page.write(path, text.replace(str(page.refresh_tag(interval)), ""))
@@ -155,16 +159,16 @@ def main():
     except OSError as error:
         refuse(f"can't draw the report: {error}")
     except KeyboardInterrupt:
-        if args.watch:  # nothing draws the page again from now on
+        if args.watch:  # from now on, nothing draws the page again
             stop_reloading(folder / "report.html", args.interval)
         sys.exit(130)
-    for warning in report.all(Warning):
-        print(folders.printable(f"warning: {warning.text}"), file=sys.stderr)
-    print(*(folders.printable(str(path)) for path in files), sep="\n")
+    for warning in report.all(Caution):
+        print(printable(f"warning: {warning.text}"), file=sys.stderr)
+    print(*(printable(str(path)) for path in files), sep="\n")
     for path in (*args.runs, *args.compare):
         if not (path / "runs.csv").exists():
             logdir = path / "runs" if (path / "sweep.json").exists() else path
-            print(folders.printable(f"tensorboard --logdir {shlex.quote(str(logdir))}"))
+            print(printable(f"tensorboard --logdir {shlex.quote(str(logdir))}"))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""The README's table of algorithms: what each script is, one score of it, and its speed."""
+"""The README's table of algorithms: what each script is, one of its scores, and its speed."""
 
 from dataclasses import dataclass
 
-from benchmark.report.blocks import Table
+from benchmark.report.blocks import NOTE, SHORT, Table
 from benchmark.report.formats import mean_std, number
+from benchmark.speed.peers import OURS, PEER
 from benchmark.speed.tables import ratios, spread
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A script, what it is, and the committed runs that its score is of."""
+    """A script, what it is, and the committed runs that its score comes from."""
 
     script: str  # stem of its file, and of its page in docs/
     what: str
@@ -33,7 +34,7 @@ ALGORITHMS = (
 
 
 def make_table(results, speeds):
-    """The table, its links from the repository's root.
+    """The table, with links relative to the repository's root.
 
     results: {folder: frame of its runs}; speeds: frame of speed.csv.
     """
@@ -51,11 +52,12 @@ def make_table(results, speeds):
                 speed_text(rounds[rounds["script"] == script]),
             )
         )
-    return Table(("file", "what it is", "score", "speed"), rows, "words")
+    header = ("file", "what it is", "score", "speed")
+    return Table(header, rows, (SHORT, SHORT, SHORT, NOTE))
 
 
 def score_text(runs, env_name):
-    """What a script's runs with its defaults come to; of runs that were stopped, how far."""
+    """The score of a script's runs with its defaults; if all were stopped, how far they came."""
     finished = runs[runs["state"] == "finished"]
     if not finished.empty:
         steps = finished["planned_steps"].iloc[0]
@@ -77,10 +79,10 @@ def from_to(values, form):
 
 
 def speed_text(rounds):
-    """PlainRL's steps per second by the peer's, of each precision; "" if it wasn't measured."""
+    """PlainRL's steps/s divided by the peer's, in each precision; "" if it wasn't measured."""
     texts = []
-    for program, label in (("plainrl", ""), ("plainrl --amp", "`--amp`: ")):
-        found = ratios(rounds, "steps_per_second", program, "sb3")
+    for program, label in zip(OURS, ("", "`--amp`: "), strict=True):
+        found = ratios(rounds, "steps_per_second", program, PEER)
         if not found.empty:
             texts.append(f"{label}{spread(found, '.1f')}")
     return "; ".join(texts)

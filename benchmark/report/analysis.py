@@ -1,7 +1,7 @@
 """What a report computes: frames of benchmark.runs in, frames and plain values out.
 
-Neither files nor figures are met here. Whatever depends on the order of runs (the bootstrap's
-draws do) gets them from in_order, so that a report doesn't depend on the order of folders.
+This module touches no files and draws nothing. What depends on the order of runs, such as the
+bootstrap's draws, gets them from in_order, so that a report doesn't depend on the order of folders.
 """
 
 import re
@@ -21,38 +21,43 @@ from benchmark.stats import (
     profile,
     smooth,
 )
+from benchmark.variants import unique_names
 
 GRID = 101  # points of a curve
 WINDOW = 0.05  # part of a curve's steps over which a point of it is the mean
-MANY = 4  # variants above which not all pairs are compared
-MANY_PAIRS = 30
+ROUNDING = 1e-6  # of a stored curve's steps, as part of its last one
+EPISODES = ["id", "global_step", "wall_seconds", "return"]  # columns, as benchmark.runs has them
+FEW_VARIANTS = 4  # up to so many are compared in all pairs
+FEW_PAIRS = 30  # as are more, up to so many pairs, if none of them is a script with its defaults
 
 
 def in_order(runs):
-    """The runs by environment, variant, seed (1, 2, 10) and name."""
-    seeds = runs["seed"].map(lambda seed: str(seed).zfill(9))
-    order = ["env_id", "variant", "seed_text", "run", "place"]
-    runs = runs.assign(seed_text=seeds, place=runs["folder"].map(str)).sort_values(
-        order, kind="stable"
-    )
-    return runs.drop(columns=["seed_text", "place"]).reset_index(drop=True)
+    """The runs sorted by environment, variant, seed (1, 2, 10, and texts last) and name."""
+    keys = {
+        "seed_is_text": [not isinstance(seed, int) for seed in runs["seed"]],
+        "seed_number": [seed if isinstance(seed, int) else 0 for seed in runs["seed"]],
+        "seed_text": runs["seed"].map(str),
+        "place": runs["folder"].map(str),
+    }
+    order = ["env_id", "variant", "seed_is_text", "seed_number", "seed_text", "run", "place"]
+    runs = runs.assign(**keys).sort_values(order, kind="stable")
+    return runs.drop(columns=list(keys)).reset_index(drop=True)
 
 
 # Curves
 
 
 def make_curves(runs, episodes, stored):
-    """Each run's return along a grid -> DataFrame id, global_step, wall_seconds, return.
+    """Each run's return along a grid -> frame with the columns EPISODES.
 
-    episodes: id, global_step, wall_seconds, return of the runs that were read from folders; stored:
-    the same of the curves of those that were read from CSVs. All runs of a variant in an
-    environment have one grid, from 0 to the last step of the longest; a run has no row where its
-    curve has no value.
+    episodes, stored: frames with these columns, episodes of the runs that were read from folders
+    and curves of those that were read from CSVs. All runs of a variant in an environment share a
+    grid, from 0 to the last step of the longest; a run has no row where its curve has no value.
     """
     finite = episodes[np.isfinite(episodes["return"])]
     measured = {key: own for key, own in episodes.groupby("id") if key in set(finite["id"])}
     known = dict(iter(stored.groupby("id")))
-    parts = [pd.DataFrame(columns=["id", "global_step", "wall_seconds", "return"], dtype=float)]
+    parts = []
     for _, group in runs.groupby(["env_id", "variant"], sort=False):
         sources = {key: measured.get(key, known.get(key)) for key in group["id"]}
         sources = {key: own for key, own in sources.items() if own is not None}
@@ -61,13 +66,20 @@ def make_curves(runs, episodes, stored):
         for key, own in sources.items():
             curve = smoothed(own, grid) if key in measured else resampled(own, grid)
             parts.append(curve.assign(id=key).dropna(subset="return"))
+    return concatenated(parts, EPISODES)
+
+
+def concatenated(parts, columns):
+    """The rows of several frames with these columns; a frame without rows if there are none."""
     # An empty part would make pandas guess dtypes
-    curves = pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
-    return curves[["id", "global_step", "wall_seconds", "return"]]
+    parts = [part for part in parts if len(part)]
+    if not parts:
+        return pd.DataFrame(columns=columns, dtype=float)
+    return pd.concat(parts, ignore_index=True).reindex(columns=columns)
 
 
 def smoothed(episodes, grid):
-    """A run's episodes -> its curve along grid, nan before the first and after the last."""
+    """A run's episodes -> its curve along grid, nan before the first episode and after the last."""
     steps = episodes["global_step"].to_numpy(float)
     wall = episodes["wall_seconds"].to_numpy(float)
     values = smooth(steps, episodes["return"].to_numpy(float), grid, WINDOW * grid[-1])
@@ -76,9 +88,9 @@ def smoothed(episodes, grid):
 
 
 def resampled(curve, grid):
-    """A stored curve along another grid; on its own it is the same, but for its rounding."""
+    """A stored curve along another grid; along its own it stays the same, but for rounding."""
     steps = curve["global_step"].to_numpy(float)
-    rounding = 1e-6 * grid[-1]
+    rounding = ROUNDING * grid[-1]
     inside = (grid >= steps[0] - rounding) & (grid <= steps[-1] + rounding)
     values = np.interp(grid, steps, curve["return"])
     return pd.DataFrame(
@@ -93,7 +105,7 @@ def resampled(curve, grid):
 def center_of(curves, center):
     """The center of several runs' curves -> frame of global_step, wall_seconds, value, low, high.
 
-    It is given at the points at which all of the runs have a value; wall_seconds is their median
+    It is given at the points where all of the runs have a value; wall_seconds is their median
     there. center: a name of stats.CENTERS.
     """
     order = curves["id"].unique()  # that of the runs, not of their ids
@@ -113,50 +125,51 @@ def center_of(curves, center):
     )
 
 
-def curve_data(runs, curves, published, x, center):
-    """The data of blocks.Curves for the runs of one environment.
+def curves_to_draw(runs, curves, center):
+    """What is drawn for the runs of one environment, against steps and against wall time alike.
 
-    published: [(label, mean)]; x: "steps" or "wall_time". It has only published rows where no run
-    has a curve.
+    -> frame of global_step, wall_seconds, variant, series, kind, value, low and high, whose columns
+    are those of blocks.Curves. curves: of make_curves; center: a name of stats.CENTERS.
     """
-    at = {"steps": "global_step", "wall_time": "wall_seconds"}[x]
-    series = unique_names(runs)
+    series = dict(zip(runs["id"], unique_names(runs["run"]), strict=True))
     parts = []
     for variant, group in runs.groupby("variant", sort=False):
         own = curves[curves["id"].isin(group["id"])]
-        averaged = group.loc[group["score"].notna(), "id"]
-        for key in group["id"]:
-            run = own[own["id"] == key]
-            kind = "finished" if key in set(averaged) else "unfinished"
-            part = pd.DataFrame({x: run[at], "value": run["return"]})
-            parts.append(part.assign(variant=variant, series=series[key], kind=kind))
-        middle = center_of(own[own["id"].isin(averaged)], center).rename(columns={at: x})
-        parts.append(middle.assign(variant=variant, series=center, kind="center"))
-    data = pd.concat([part for part in parts if len(part)] or parts[:1]).dropna(subset=[x, "value"])
+        does_count = own["id"].isin(group.loc[group["score"].notna(), "id"])
+        single = own.rename(columns={"return": "value"}).assign(
+            variant=variant,
+            series=own["id"].map(series),
+            kind=np.where(does_count, "finished", "uncounted"),
+        )
+        middle = center_of(own[does_count], center)
+        parts += [single, middle.assign(variant=variant, series=center, kind="center")]
+    columns = ["global_step", "wall_seconds", "variant", "series", "kind", "value", "low", "high"]
+    return concatenated(parts, columns)
+
+
+def against(x, curves, published):
+    """The data of blocks.Curves: curves of curves_to_draw against x, then the published scores.
+
+    x: "steps" or "wall_time"; published: [(label, mean)].
+    """
+    at = {"steps": "global_step", "wall_time": "wall_seconds"}[x]
+    columns = [x, "variant", "series", "kind", "value", "low", "high"]
     lines = pd.DataFrame(published, columns=["series", "value"])
     lines = lines.assign(variant="published", kind="published")
-    data = pd.concat([part for part in (data, lines) if len(part)] or [data], ignore_index=True)
-    data = data.reindex(columns=[x, "variant", "series", "kind", "value", "low", "high"])
+    known = curves.rename(columns={at: x}).dropna(subset=[x, "value"])
+    data = concatenated([known, lines], columns)
     return data.astype({x: float, "value": float}).round({x: 3, "value": 6, "low": 6, "high": 6})
-
-
-def unique_names(runs):
-    """{id: name} of runs; of several that have one name, all but the first get a number."""
-    count = runs.groupby("run").cumcount()
-    return {
-        key: name if number == 0 else f"{name} ({number + 1})"
-        for key, name, number in zip(runs["id"], runs["run"], count)
-    }
 
 
 # Tables
 
 
 def summarise(group):
-    """What the table of an environment says of a variant's runs.
+    """What the table of an environment says about a variant's runs, a dict.
 
-    "runs": all of them, "seeds": those with a score; "scores", "evaluations": (n,) of the finished
-    ones; "iqm": (value, low, high); "steps_per_second", "wall_seconds": medians, nan without any.
+    "runs": how many there are, "seeds": how many have a score; "scores", "evaluations": (n,), of
+    finished runs; "iqm": (value, low, high); "steps_per_second", "wall_seconds": medians of
+    finished runs, nan without any.
     """
     done = group[group["state"] == "finished"]
     scores = group["score"].dropna().to_numpy(float)
@@ -172,13 +185,13 @@ def summarise(group):
 
 
 def split_version(env_id):
-    """("HalfCheetah", "v5") of HalfCheetah-v5; ("Name", "") where there is none."""
+    """HalfCheetah-v5 -> ("HalfCheetah", "v5"); a name without a version -> (name, "")."""
     found = re.fullmatch(r"(.*)-(v\d+)", env_id)
     return found.groups() if found else (env_id, "")
 
 
 def published_of(published, script, env_id):
-    """The rows of published.csv for a script and an environment of any version."""
+    """The rows of published.csv for a script and an environment, in any version."""
     name = split_version(env_id)[0]
     same = published["env_id"].map(lambda other: split_version(other)[0] == name)
     return published[same.astype(bool) & (published["algorithm"] == script)]
@@ -188,7 +201,7 @@ def published_of(published, script, env_id):
 
 
 def scores_of(runs):
-    """{variant: {env_id: (runs,) scores}}; variants and environments without any are left out."""
+    """{variant: {env_id: (runs,) scores}}, without variants and environments that have none."""
     raw = {}
     scored = runs[runs["score"].notna()]
     for (variant, env_id), own in scored.groupby(["variant", "env_id"]):
@@ -242,7 +255,8 @@ def profiles(scaled):
 def improvements(scaled, pairs):
     """Probability that a run of a pair's first is better than one of its second.
 
-    Only environments count that both have; a pair without any has no row -> data of Intervals.
+    -> data of Intervals. Only environments that both variants have count; a pair that shares none
+    has no row.
     """
     rows = []
     for x, y in pairs:
@@ -255,45 +269,52 @@ def improvements(scaled, pairs):
 
 
 def bases(runs):
-    """{family: variant that is the family's script with its defaults}, where there is one."""
+    """{family: its variant with the script's defaults}, without families that have none.
+
+    Of several such variants (a suite may name the defaults twice) it is the first by name.
+    """
     found = runs[runs["base"].astype(bool)]
-    return {
-        family: min(own["variant"].unique(), key=len) for family, own in found.groupby("family")
-    }
+    return found.groupby("family")["variant"].min().to_dict()
 
 
 def pairs_to_compare(runs, scaled):
     """(pairs of variants, whether these are all there are).
 
-    Dozens of pairs would be no figure. Of many variants those are paired that say most: defaults
-    with each other, other variants with their family's defaults (with all defaults where it has
-    none) and with those that differ only by their mark.
+    With many variants, only the most telling pairs are compared: defaults with each other, other
+    variants with the defaults they belong to and with those that differ only by their mark.
     """
     pairs = list(combinations(scaled, 2))
     base_of = {key: base for key, base in bases(runs).items() if base in scaled}
     defaults = list(base_of.values())
-    few = len(scaled) <= MANY or (not defaults and len(pairs) <= MANY_PAIRS)
-    if few:
+    if len(scaled) <= FEW_VARIANTS or (not defaults and len(pairs) <= FEW_PAIRS):
         return pairs, True
     variants = runs.drop_duplicates("variant").set_index("variant")
-    plain = {x: x.removesuffix(variants.at[x, "mark"]) for x in scaled}
-    beside = {}
-    for x in scaled:
-        own = base_of.get(variants.at[x, "family"])
-        beside[x] = [own] if own and x != own else defaults
-    chosen = [
-        (y, x) if x in defaults and y not in defaults else (x, y)
-        for x, y in pairs
-        if x in beside[y] or y in beside[x] or plain[x] == plain[y]
-    ]
+    beside = {x: defaults_beside(x, variants.at[x, "family"], base_of) for x in scaled}
+    unmarked = {x: x.removesuffix(variants.at[x, "mark"]) for x in scaled}
+    chosen = []
+    for x, y in pairs:
+        if x not in beside[y] and y not in beside[x] and unmarked[x] != unmarked[y]:
+            continue
+        is_turned = x in defaults and y not in defaults  # defaults come second
+        chosen.append((y, x) if is_turned else (x, y))
     return chosen, len(chosen) == len(pairs)
 
 
-def ablation(raw, scaled, script, base, others, center):
-    """What each of others gains on base: {env_id, or "all" environments: data of Intervals}.
+def defaults_beside(variant, family, base_of):
+    """The defaults that a variant is compared with, a list of variants.
 
-    The gain is in returns in one environment, in normalised scores in all; the best is first.
-    Environments without both are left out, and "all" where base has only one.
+    They are its family's, but all defaults if it is itself its family's or the family has none.
+    base_of: {family: its defaults}.
+    """
+    base = base_of.get(family, variant)
+    return list(base_of.values()) if base == variant else [base]
+
+
+def ablation(raw, scaled, script, base, others, center):
+    """What each of others gains on base -> {env_id, or "all" for all of them: data of Intervals}.
+
+    The gain is in returns within an environment, in normalised scores over all; the best is first.
+    Environments that only one of the two has are left out, and so is "all" if base has only one.
     """
     found = {}
     for where in [*raw[base], "all"]:

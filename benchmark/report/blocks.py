@@ -1,8 +1,22 @@
-"""What a report consists of, as data: contents makes blocks, figures and page show them."""
+"""The parts of a report, as data: contents makes blocks, figures and page show them."""
 
+import re
 from dataclasses import dataclass, field
 
 import pandas as pd
+
+
+def slug(text):
+    """text as a part of a file's name and of an id in the page."""
+    return re.sub(r"[^\w.-]+", "-", text)
+
+
+# Styles of a table's columns, which are CSS classes in the page
+NAME = "name"
+NUMBER = "number"
+SHORT = "short"
+NOTE = "note"
+LONG = "long"
 
 
 @dataclass(frozen=True)
@@ -20,23 +34,24 @@ class Paragraph:
 
 
 @dataclass(frozen=True)
-class Warning:
-    """Text that must not be missed: it is also printed on the terminal."""
+class Caution:
+    """Text that must not be missed, a warning: it is also printed on the terminal."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts; a line break in a cell stays one.
+    """A table of texts, in which line breaks within a cell stay.
 
-    kind says how wide its columns are. "numbers": all but the first are short; "numbers noted": all
-    but the first and the last; "runs": the table of every run; "words": a few columns of text.
+    styles: one for each column: NAME (what the row is), NUMBER (on the right), SHORT, NOTE or LONG,
+    texts of a few words, of a sentence, or longer; small: in smaller letters.
     """
 
     header: tuple
     rows: list
-    kind: str
+    styles: tuple
+    small: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,8 +59,9 @@ class Curves:
     """Returns against steps or against wall time, of one environment.
 
     data has x ("steps", or "wall_time" in seconds), variant, series (a run's name, a published
-    score's label, "iqm" or "mean"), kind ("finished" run, "unfinished" run, "center" of the
-    finished ones, "published"), value, and low and high, the bounds of a center's interval.
+    score's label, "iqm" or "mean"), kind, value, and low and high, the bounds of a center's
+    interval. Kinds are "finished" (a run with a score), "uncounted" (a run without), "center" (of
+    the finished ones) and "published".
     """
 
     data: pd.DataFrame
@@ -84,22 +100,26 @@ class Profile:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure; name is the stem of its files and its id in the page."""
+    """A figure. name: the stem of its files and its id in the page.
+
+    shows_gains: it shows what a script's variants gain over all environments.
+    """
 
     name: str
     title: str
     caption: str
     plot: Curves | Overview | Intervals | Profile
+    shows_gains: bool = False
 
 
 @dataclass
 class Report:
-    """A report's title, its blocks in their order, and its variants in the order of their looks."""
+    """A report: its title, its variants in the order in which they get their looks, its blocks."""
 
     title: str
     variants: list
     blocks: list = field(default_factory=list)
 
     def all(self, kind):
-        """The blocks of a kind, in their order."""
+        """The blocks of a kind (a class), in their order."""
         return [block for block in self.blocks if isinstance(block, kind)]

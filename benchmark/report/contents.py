@@ -1,6 +1,5 @@
 """What a report says: frames in, a benchmark.report.blocks.Report out."""
 
-import re
 from collections import Counter
 
 import numpy as np
@@ -8,6 +7,12 @@ import pandas as pd
 
 from benchmark.report import analysis
 from benchmark.report.blocks import (
+    LONG,
+    NAME,
+    NOTE,
+    NUMBER,
+    SHORT,
+    Caution,
     Curves,
     Figure,
     Heading,
@@ -17,18 +22,21 @@ from benchmark.report.blocks import (
     Profile,
     Report,
     Table,
-    Warning,
+    slug,
 )
 from benchmark.report.differences import differences
 from benchmark.report.formats import mean_std, number, unit_of, with_interval
+from benchmark.runs import SCORE_NAME, SCORE_WORDS
 
-FEW = 10  # seeds below which an interval is too narrow
+ENOUGH_SEEDS = 10  # with fewer, intervals are too narrow
+TITLE_NAMES = 3  # environments that a report's title names
 CENTER_NAMES = {"iqm": "IQM", "mean": "mean"}
 HOW_TO_READ = (
-    "Averages, intervals and statistics cover finished runs only. Last 100 episodes: a run's mean "
-    "return in its last 100 training episodes; evaluation: its mean return in the evaluation after "
-    "the training; both as mean +- standard deviation over seeds. IQM: interquartile mean, the "
-    "mean of the middle half. Intervals are 95 % bootstrap intervals over seeds."
+    f"Averages, intervals and statistics cover finished runs only. {SCORE_NAME.capitalize()} "
+    f"episodes: a run's mean return in its {SCORE_WORDS}; evaluation: its mean return in the "
+    "evaluation after the training; both as mean +- standard deviation over seeds. IQM: "
+    "interquartile mean, the mean of the middle half. Intervals are 95 % bootstrap intervals over "
+    "seeds."
 )
 
 
@@ -36,42 +44,42 @@ def make_report(runs, curves, published, troubles, notes, center="iqm", drawn=""
     """The report of runs.
 
     runs: frame of benchmark.runs in the order of analysis.in_order; curves: of make_curves;
-    published: frame of published.csv; troubles: what was damaged, texts; notes: on the
-    names of variants, texts; center: "iqm" or "mean"; drawn: when, a text, or "".
+    published: frame of published.csv; troubles: what was damaged, texts; notes: about the names of
+    variants, texts; center: "iqm" or "mean"; drawn: when the report was drawn, a text, or "".
     """
     env_ids = sorted(runs["env_id"].unique())
-    others = " and others" if len(env_ids) > 3 else ""
-    title = f"Report of {', '.join(env_ids[:3])}{others}"
+    others = " and others" if len(env_ids) > TITLE_NAMES else ""
+    title = f"Report of {', '.join(env_ids[:TITLE_NAMES])}{others}"
     report = Report(title, sorted(runs["variant"].unique()))
     report.blocks += head(runs, troubles, notes, drawn)
     environments = []
     panels = []
     for env_id in env_ids:
         own = runs[runs["env_id"] == env_id]
-        environments += environment(env_id, own, curves, published, center)
-        panels.append(panel(env_id, own, curves, published, center))
-    panels = [data for data in panels if has_curves(data)]
+        scores = published_rows(published, own, env_id)
+        drawn_curves = analysis.curves_to_draw(own, curves, center)
+        environments += environment_blocks(env_id, own, drawn_curves, scores, center)
+        if len(drawn_curves):
+            lines = published_lines(scores, env_id)
+            data = analysis.against("steps", drawn_curves, lines)
+            data.insert(0, "env_id", env_id)
+            panels.append(data)
     if len(panels) > 1:
         report.blocks += [Heading("All environments"), overview(panels, center)]
     report.blocks += environments
-    report.blocks += comparison(runs, center)
+    report.blocks += comparison_blocks(runs, center)
     report.blocks += every_run(runs)
     return report
 
 
-def slug(text):
-    """text as a part of a file's name and of an id in the page."""
-    return re.sub(r"[^\w.-]+", "-", text)
-
-
 def states_of(runs):
-    """How many runs are in each state, a text."""
+    """How many runs are in each state, as text."""
     counts = Counter(runs["state"])
     return ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "none yet"
 
 
 def head(runs, troubles, notes, drawn):
-    """The blocks before the first figure: what there is, and what to know about it."""
+    """The blocks before the first figure: which runs there are, and what to know about them."""
     damaged = f", {len(troubles)} damaged" if troubles else ""
     when = f"; drawn on {drawn}" if drawn else ""
     blocks = [Paragraph(f"Runs: {states_of(runs)}{damaged}{when}."), Paragraph(HOW_TO_READ)]
@@ -80,44 +88,48 @@ def head(runs, troubles, notes, drawn):
     rows = differences(runs)
     rows += [("damaged", "1", trouble) for trouble in troubles]
     if rows:
-        blocks += [Heading("Runs that differ"), Table(("what", "runs", "which"), rows, "words")]
+        table = Table(("what", "runs", "which"), rows, (SHORT, SHORT, NOTE))
+        blocks += [Heading("Runs that differ"), table]
     return blocks
 
 
 def seed_warnings(runs):
-    """Warnings of few finished seeds, and of numbers of them that differ."""
+    """Warnings: that there are few finished seeds, or not equally many everywhere."""
     counts = runs[runs["score"].notna()].groupby(["variant", "env_id"]).size()
-    few = counts[counts < FEW]
+    few = counts[counts < ENOUGH_SEEDS]
     blocks = []
     if len(few):
         where = ", ".join(sorted(few.index.get_level_values("env_id").unique()))
         text = (
-            f"Fewer than ten seeds in {where} (the fewest: {few.min()}). With so few, intervals "
-            "are too narrow: the true value is outside of them more often than once in twenty "
-            "times."
+            f"Fewer than {ENOUGH_SEEDS} seeds in {where} (the fewest: {few.min()}). With so few, "
+            "intervals are too narrow: the true value is outside them more often than one time in "
+            "twenty."
         )
-        blocks.append(Warning(text))
+        blocks.append(Caution(text))
     uneven = [variant for variant, own in counts.groupby("variant") if own.nunique() > 1]
     if uneven:
         text = (
             f"The number of finished seeds differs between environments ({', '.join(uneven)}). In "
             "averages over environments, those with more seeds weigh more."
         )
-        blocks.append(Warning(text))
+        blocks.append(Caution(text))
     return blocks
 
 
 # An environment
 
 
-def environment(env_id, runs, curves, published, center):
-    """The blocks of one environment: its curves, what its published scores are of, its table."""
-    rows = published_rows(published, runs, env_id)
+def environment_blocks(env_id, runs, curves, rows, center):
+    """The blocks of one environment: its curves, notes about published scores, its table.
+
+    curves: of analysis.curves_to_draw; rows: its published scores, dicts.
+    """
     lines = published_lines(rows, env_id)
     blocks = [Heading(env_id)]
     for x in ("steps", "wall_time"):
-        data = analysis.curve_data(runs, curves, lines, x, center)
-        if has_curves(data):
+        data = analysis.against(x, curves, lines)
+        has_curves = (data["kind"] != "published").any()  # wall times may be unknown
+        if has_curves:
             blocks.append(curves_figure(env_id, data, x, center))
     if len(blocks) == 1:
         blocks.append(Paragraph("No curve: no episode has ended yet, or no curve is stored."))
@@ -126,13 +138,8 @@ def environment(env_id, runs, curves, published, center):
     return blocks
 
 
-def has_curves(data):
-    """Whether there is any curve in the data of a figure of curves, not only published scores."""
-    return bool((data["kind"] != "published").any())
-
-
 def published_rows(published, runs, env_id):
-    """The published scores for the environment's scripts, dicts."""
+    """The published scores of the environment's scripts, dicts."""
     found = [
         analysis.published_of(published, script, env_id)
         for script in sorted(runs["script"].unique())
@@ -141,12 +148,13 @@ def published_rows(published, runs, env_id):
 
 
 def published_lines(rows, env_id):
-    """[(label, mean)] of published scores, which name their algorithm where there are several."""
+    """[(label, mean)] of published scores; labels name the algorithm if there are several."""
     several = len({row["algorithm"] for row in rows}) > 1
     return [(published_label(row, env_id, several), row["mean"]) for row in rows]
 
 
 def published_score(row):
+    """A published mean, with its standard deviation if that is known, as text."""
     mean = row["mean"]
     if np.isnan(row["std"]):
         return number(mean)
@@ -154,31 +162,32 @@ def published_score(row):
 
 
 def published_version(row, env_id):
-    """The version that a published score is of, and ours where that is another: "v4 not v5"."""
+    """The environment's version of a published score; "v4 not v5" if ours is another."""
     theirs = analysis.split_version(row["env_id"])[1]
     ours = analysis.split_version(env_id)[1]
     return theirs if theirs == ours else f"{theirs} not {ours}"
 
 
 def published_label(row, env_id, with_algorithm):
-    metric = "" if row["metric"] == "last 100 training episodes" else f" ({row['metric']})"
+    """A published score's label in a legend; names what it is unless it is a score as ours."""
+    metric = "" if row["metric"] == SCORE_WORDS else f" ({row['metric']})"
     version = published_version(row, env_id)
     algorithm = f"{row['algorithm']}, " if with_algorithm else ""
     return f"{algorithm}{row['source']}, {version}: {published_score(row)}{metric}"
 
 
 def published_cells(row, env_id):
-    """The cells of a published score in the table of an environment."""
+    """A published score's cells in the table of an environment."""
     score = published_score(row)
     seeds = f"{row['seeds']:.0f}"
     what = f"{row['algorithm']}, {published_version(row, env_id)}; {row['metric']}"
-    if "evaluation" in row["metric"]:
+    if row["kind"] == "evaluation":
         return row["source"], seeds, "-", "-", score, "-", "-", what
     return row["source"], seeds, score, "-", "-", "-", "-", what
 
 
 def published_notes(env_id, runs, rows):
-    """What keeps published scores from being compared with these runs."""
+    """Paragraphs about what makes published scores hard to compare with these runs."""
     blocks = []
     ours = analysis.split_version(env_id)[1]
     theirs = sorted({analysis.split_version(row["env_id"])[1] for row in rows} - {ours})
@@ -220,25 +229,26 @@ def environment_table(env_id, runs, rows):
     header = (
         "variant or source",
         "seeds",
-        "last 100 episodes",
+        f"{SCORE_NAME} episodes",
         "IQM of them [interval]",
         "evaluation",
         "steps/s",
         f"wall time, {unit}",
         "published for",
     )
+    styles = (NAME, *[NUMBER] * 6, NOTE)
     lines = [
         (*variant_cells(variant, analysis.summarise(group), seconds), "")
         for variant, group in runs.groupby("variant")
     ]
     lines += [published_cells(row, env_id) for row in rows]
     if rows:
-        return Table(header, lines, "numbers noted")
-    return Table(header[:-1], [line[:-1] for line in lines], "numbers")
+        return Table(header, lines, styles)
+    return Table(header[:-1], [line[:-1] for line in lines], styles[:-1])
 
 
 def variant_cells(variant, summary, seconds):
-    """The cells of a variant's runs; seconds: in the unit of their wall times."""
+    """The cells of a variant's runs; seconds: the length of the unit of wall times."""
     speed = summary["steps_per_second"]
     wall = summary["wall_seconds"] / seconds
     return (
@@ -253,7 +263,7 @@ def variant_cells(variant, summary, seconds):
 
 
 def seeds_of(summary):
-    """How many seeds are averaged, and of how many runs where these are more."""
+    """How many seeds are averaged, and of how many runs if there are more."""
     if summary["seeds"] == summary["runs"]:
         return str(summary["seeds"])
     return f"{summary['seeds']} of {summary['runs']}"
@@ -262,15 +272,8 @@ def seeds_of(summary):
 # All environments
 
 
-def panel(env_id, runs, curves, published, center):
-    """The data of an environment's panel in the overview."""
-    lines = published_lines(published_rows(published, runs, env_id), env_id)
-    data = analysis.curve_data(runs, curves, lines, "steps", center)
-    data.insert(0, "env_id", env_id)
-    return data
-
-
 def overview(panels, center):
+    """The figure of all environments' curves. panels: data of Curves with env_id, one for each."""
     caption = (
         f"Thick: {CENTER_NAMES[center]} of the finished seeds and its interval. Thin: single "
         "seeds, dashed where they are not in the average. Dashed lines across: published scores."
@@ -280,8 +283,8 @@ def overview(panels, center):
     return Figure("overview", title, caption, Overview(data))
 
 
-def comparison(runs, center):
-    """Statistics over environments, and of variants against each other."""
+def comparison_blocks(runs, center):
+    """Statistics over environments, and comparisons of variants with each other."""
     raw = analysis.scores_of(runs)
     scaled, bounds = analysis.scale(raw)
     if len(raw) < 2 and len(bounds) < 2:
@@ -289,9 +292,9 @@ def comparison(runs, center):
     heading = "Over environments" if len(bounds) > 1 else "Between variants"
     ranges = [f"{name} {number(low)} to {number(high)}" for name, (low, high) in bounds.items()]
     text = (
-        "A score is a run's mean return in its last 100 training episodes. It is normalised: in "
-        "each environment 0 is the lowest and 1 the highest score of the finished runs in this "
-        f"report ({', '.join(ranges)})."
+        f"A score is a run's mean return in its {SCORE_WORDS}. It is normalised: in each "
+        "environment 0 is the lowest and 1 the highest score of the finished runs in this report "
+        f"({', '.join(ranges)})."
     )
     blocks = [Heading(heading), Paragraph(text)]
     if any(set(own) != set(bounds) for own in raw.values()):
@@ -300,14 +303,13 @@ def comparison(runs, center):
             "profile of a variant are over its own environments: compare only variants that have "
             "the same ones."
         )
-        blocks.append(Warning(text))
-    parts = [aggregate(scaled, center), improvement(runs, scaled)]
+        blocks.append(Caution(text))
+    found = aggregate_blocks(scaled, center) + improvement_blocks(runs, scaled)
     for family, own in runs.groupby("family"):
-        parts.append(ablation(family, own, raw, scaled, center))
-    # All figures, then all tables
-    found = [block for part in parts for block in part]
+        found += ablation_blocks(family, own, raw, scaled, center)
     tables = [block for block in found if isinstance(block, Table)]
-    return [*blocks, *(block for block in found if not isinstance(block, Table)), *tables]
+    others = [block for block in found if not isinstance(block, Table)]
+    return [*blocks, *others, *tables]
 
 
 def interval_rows(data):
@@ -322,7 +324,7 @@ def interval_of(row):
     return with_interval(row["value"], row["low"], row["high"])
 
 
-def aggregate(scaled, center):
+def aggregate_blocks(scaled, center):
     """The aggregate's figure and table, and the figure of performance profiles."""
     label = f"{CENTER_NAMES[center]} of normalised scores"
     data = analysis.aggregates(scaled, center)
@@ -338,11 +340,11 @@ def aggregate(scaled, center):
             profile_text,
             Profile(analysis.profiles(scaled), "normalised score tau"),
         ),
-        Table(header, interval_rows(data), "numbers"),
+        Table(header, interval_rows(data), (NAME, NUMBER, NUMBER)),
     ]
 
 
-def improvement(runs, scaled):
+def improvement_blocks(runs, scaled):
     """The figure and the table of pairs of variants."""
     pairs, every = analysis.pairs_to_compare(runs, scaled)
     data = analysis.improvements(scaled, pairs)
@@ -368,14 +370,14 @@ def improvement(runs, scaled):
     return [
         *blocks,
         Figure("improvement", "Probability of improvement", caption, plot),
-        Table(header, interval_rows(data), "numbers"),
+        Table(header, interval_rows(data), (NAME, NUMBER, NUMBER)),
     ]
 
 
-def ablation(family, runs, raw, scaled, center):
-    """Figures and a table of what a family's variants gain on its script's defaults.
+def ablation_blocks(family, runs, raw, scaled, center):
+    """Figures and a table of what a family's variants gain on its defaults.
 
-    runs: of this family, see benchmark.runs.
+    family: as in the columns of benchmark.runs; runs: those of the family.
     """
     script = runs["script"].iloc[0]
     base = analysis.bases(runs).get(family)
@@ -394,59 +396,53 @@ def ablation(family, runs, raw, scaled, center):
     found = analysis.ablation(raw, scaled, script, base, others, center)
     for where, data in found.items():
         place = "all environments" if where == "all" else where
-        unit = "normalised score" if where == "all" else "return in the last 100 episodes"
+        unit = "normalised score" if where == "all" else f"return in the {SCORE_NAME} episodes"
         label = f"{CENTER_NAMES[center]} minus that of {base}"
         title = f"{place}: difference to {base}"
         plot = Intervals(data, f"{unit}: {label}", bars=True, reference=0.0)
         caption = f"{place}: {label}, with its interval."
-        blocks.append(Figure(slug(f"ablation_{base}_{where}"), title, caption, plot))
-        rows += [(f"{place}: {name}", *rest) for name, *rest in interval_rows(data)]
+        name = slug(f"ablation_{base}_{where}")
+        blocks.append(Figure(name, title, caption, plot, shows_gains=where == "all"))
+        rows += [(f"{place}: {variant}", *rest) for variant, *rest in interval_rows(data)]
     if rows:
         header = ("variant", "environments", f"difference to {base} [interval]")
-        blocks.append(Table(header, rows, "numbers"))
+        blocks.append(Table(header, rows, (NAME, NUMBER, NUMBER)))
     return blocks
 
 
 # Every run
 
-COLUMNS = {
-    "run": str,
-    "env_id": str,
-    "variant": str,
-    "seed": str,
-    "state": str,
-    "steps": "{:,.0f}".format,
-    "last_100": number,
-    "evaluation_mean": number,
-    "steps_per_second": "{:,.0f}".format,
-    "wall_seconds": "{:,.0f}".format,
-    "command": str,
-    "versions": str,
-    "machine": str,
-    "git_commit": str,
-}
-RUN_HEADER = (
-    "run",
-    "environment",
-    "variant",
-    "seed",
-    "state",
-    "steps",
-    "last 100",
-    "evaluation",
-    "steps/s",
-    "wall s",
-    "command",
-    "versions",
-    "machine",
-    "git commit",
+COUNT = "{:,.0f}".format
+# Column of benchmark.runs, its header, how its values become texts, its style
+COLUMNS = (
+    ("run", "run", str, NAME),
+    ("env_id", "environment", str, NAME),
+    ("variant", "variant", str, NAME),
+    ("seed", "seed", str, SHORT),
+    ("state", "state", str, SHORT),
+    ("steps", "steps", COUNT, NUMBER),
+    ("last_100", SCORE_NAME, number, NUMBER),
+    ("evaluation_mean", "evaluation", number, NUMBER),
+    ("steps_per_second", "steps/s", COUNT, NUMBER),
+    ("wall_seconds", "wall s", COUNT, NUMBER),
+    ("command", "command", str, LONG),
+    ("versions", "versions", str, LONG),
+    ("machine", "machine", str, LONG),
+    ("git_commit", "git commit", str, NOTE),
 )
 
 
 def every_run(runs):
     """The table of all runs."""
-    rows = []
-    for run in runs[list(COLUMNS)].itertuples(index=False):
-        cells = zip(run, COLUMNS.values())
-        rows.append(["-" if x == "" or x != x else form(x) for x, form in cells])
-    return [Heading("Every run"), Table(RUN_HEADER, rows, "runs")]
+    names, header, forms, styles = zip(*COLUMNS, strict=True)
+    rows = [
+        [cell_text(value, form) for value, form in zip(values, forms, strict=True)]
+        for values in runs[list(names)].itertuples(index=False)
+    ]
+    return [Heading("Every run"), Table(header, rows, styles, small=True)]
+
+
+def cell_text(value, form):
+    """A value as text; "-" if it is missing."""
+    is_missing = pd.isna(value) or value == ""
+    return "-" if is_missing else form(value)

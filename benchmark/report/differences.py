@@ -1,4 +1,4 @@
-"""What a reader has to know before runs are averaged: runs that differ from the others.
+"""Runs that differ from the others, which a reader has to know before looking at averages.
 
 All functions take a frame of benchmark.runs, in the order of analysis.in_order.
 """
@@ -9,13 +9,13 @@ SHORT = 0.9  # part of the planned steps below which a finished run is said to b
 
 
 def differences(runs):
-    """[(what, how many, which)], texts."""
+    """Rows of the table of runs that differ -> [(what, how many, which)], texts."""
     done = runs[runs["state"] == "finished"]
     rows = [*of_states(runs), *of_planned_steps(runs)]
     found = {
         "finished without a finite return: in no average": done[done["score"].isna()],
         "returns that aren't finite: in no curve": runs[runs["not_finite"] > 0],
-        "evaluations that aren't finite": runs[is_wrong(runs)],
+        "evaluations that aren't finite": runs[has_wrong_evaluation(runs)],
         "more than one run of a seed: each counts": runs[
             runs.duplicated(["env_id", "variant", "seed"], keep=False)
         ],
@@ -32,7 +32,7 @@ def differences(runs):
     return rows
 
 
-def is_wrong(runs):
+def has_wrong_evaluation(runs):
     """Which runs have an evaluation whose mean isn't finite, a boolean column."""
     return (runs["evaluation_episodes"] > 0) & ~np.isfinite(runs["evaluation_mean"])
 
@@ -72,7 +72,7 @@ def of_planned_steps(runs):
 
 
 def progress(run):
-    """How far a run is, as text; "" of one that has written nothing."""
+    """How far a run has come, as text; "" if it has written nothing."""
     if not run.begun:
         return ""
     steps = 0 if np.isnan(run.steps) else run.steps
@@ -81,11 +81,11 @@ def progress(run):
 
 
 def which(runs):
-    """Runs by environment, variant and seed, in a line; how far those are that aren't finished."""
+    """Runs by environment, variant and seed, in one line; with their progress if not finished."""
     groups = []
     for (env_id, variant), own in runs.groupby(["env_id", "variant"], sort=False):
         seeds = [
-            f"{run.seed}{progress(run) if run.state != 'finished' else ''}"
+            str(run.seed) if run.state == "finished" else f"{run.seed}{progress(run)}"
             for run in own.itertuples()
         ]
         groups.append(f"{env_id}, {variant}: seed {', '.join(seeds)}")
@@ -93,9 +93,9 @@ def which(runs):
 
 
 def several(what, runs, values):
-    """A row for each of values, a column of runs, if there is more than one.
+    """A row for each distinct value in values, a column of runs, if there are several.
 
-    The runs with the most frequent one aren't listed.
+    The runs that have the most frequent value aren't listed.
     """
     counts = values.value_counts()
     if len(counts) < 2:

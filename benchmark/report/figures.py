@@ -17,11 +17,12 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from benchmark.report.blocks import Curves, Intervals, Overview, Profile
 from benchmark.report.formats import unit_of
 
-# In the page the first becomes the text's colour, the second nothing
+# In the page, INK becomes the colour of the text, and PAPER transparent
 INK, PAPER = "#010203", "#ffffff"
-# Okabe and Ito's: all eyes tell them apart
+# Okabe and Ito's colours, which colour-blind readers can tell apart, too
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-# Of further variants, when the colours are used up; dashed lines are unfinished runs
+# The next is for further variants, once the colours are used up; dashed lines are for single runs
+# that don't count
 STYLES = ("-", "-.", ":")
 MARKERS = "osD^vPX*<>"
 SETTINGS = {
@@ -50,11 +51,14 @@ SETTINGS = {
     "figure.facecolor": PAPER,
     "axes.axisbelow": True,
 }
-WIDTH = 5.2  # inches
+WIDTH = 5.2  # inches, as are the heights below
+LEGEND_LINE = 0.18  # height of a line in a legend
+LEGEND_LETTERS = 58  # of a line in a legend of this width
+PANELS_ACROSS = 4  # in an overview
 PAGE_PIXELS = 1.55  # of the page for a point of a figure
 THIN = {
     "finished": {"ls": "-", "lw": 0.7, "alpha": 0.35},
-    "unfinished": {"ls": "--", "lw": 0.8, "alpha": 0.8},
+    "uncounted": {"ls": "--", "lw": 0.8, "alpha": 0.8},
 }
 PUBLISHED = {"color": INK, "lw": 0.8, "ls": (0, (4, 3)), "alpha": 0.7}
 ROUND = [1, 2, 2.5, 5, 10]  # steps between ticks
@@ -71,24 +75,27 @@ def looks_of(variants):
 
 def draw(plot, looks):
     """A plot of benchmark.report.blocks -> matplotlib's Figure; looks: see looks_of."""
-    draw_plot = {
-        Curves: draw_curves,
-        Overview: draw_overview,
-        Intervals: draw_intervals,
-        Profile: draw_profile,
-    }[type(plot)]
     with matplotlib.rc_context(SETTINGS):
-        return draw_plot(plot, looks)
+        match plot:
+            case Curves():
+                return draw_curves(plot, looks)
+            case Overview():
+                return draw_overview(plot, looks)
+            case Intervals():
+                return draw_intervals(plot, looks)
+            case Profile():
+                return draw_profile(plot, looks)
+    raise TypeError(f"no plot: {plot}")
 
 
 def write_png(figure, path, dpi=200):
-    """Writes figure as a PNG of so many pixels an inch."""
+    """Writes figure as a PNG; dpi: pixels per inch."""
     with matplotlib.rc_context(SETTINGS):
         figure.savefig(path, format="png", dpi=dpi)
 
 
 def to_svg(figure):
-    """figure as the text of an SVG file, the same for the same figure."""
+    """figure as the text of an SVG file, the same text for the same figure."""
     text = io.StringIO()
     with matplotlib.rc_context(SETTINGS):
         unknown = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -109,8 +116,8 @@ def write(figure, data, folder, name):
 def inline(svg, name, title):
     """The text of an SVG file for a page with others.
 
-    Its ids begin with name. It takes the page's colour, and its width up to a size at which its
-    letters are as large as the page's.
+    Its ids begin with name. It takes the page's colour. It is as wide as there is room, up to the
+    width at which its letters are as large as the page's.
     """
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     svg = svg.replace(f"fill: {PAPER}", "fill: none")
@@ -125,13 +132,13 @@ def inline(svg, name, title):
     )
 
 
-def fill(text, width):
-    """text in lines of width letters; a mean and its deviation stay together."""
+def wrap(text, width):
+    """text broken into lines of width letters; a mean and its deviation stay together."""
     return textwrap.fill(text.replace(" +- ", "\u00a0+-\u00a0"), width, break_on_hyphens=False)
 
 
 def lines_of(labels):
-    """How many lines a legend of these labels has."""
+    """How many lines a legend with these labels has."""
     return sum(label.count("\n") + 1 for label in labels)
 
 
@@ -143,7 +150,7 @@ def draw_curves(plot, looks):
     plot_curves(axes, data, plot.x, looks, name_with_count)
     plot_published(axes, data[data["kind"] == "published"])
     labels = axes.get_legend_handles_labels()[1]
-    figure.set_size_inches(WIDTH, 3.1 + 0.18 * lines_of(labels))
+    figure.set_size_inches(WIDTH, 3.1 + LEGEND_LINE * lines_of(labels))
     figure.legend(loc="outside lower left")
     return figure
 
@@ -151,20 +158,20 @@ def draw_curves(plot, looks):
 def name_with_count(variant, own):
     """A variant's label: its name, and how many of its runs have finished."""
     count = own.loc[own["kind"] == "finished", "series"].nunique()
-    return fill(f"{variant} ({count}\u00a0finished)", 58)
+    return wrap(f"{variant} ({count}\u00a0finished)", LEGEND_LETTERS)
 
 
 def draw_overview(plot, looks):
     """A panel of learning curves for each environment, and one legend."""
     env_ids = list(plot.data["env_id"].unique())
-    columns = min(4, len(env_ids))
+    columns = min(PANELS_ACROSS, len(env_ids))
     lines = math.ceil(len(env_ids) / columns)
     figure = Figure(layout="constrained")
     handles = {}
     for i, env_id in enumerate(env_ids):
         own = plot.data[plot.data["env_id"] == env_id]
-        axes = figure.add_subplot(lines, columns, i + 1, title=fill(env_id, 26))
-        plot_curves(axes, own, "steps", looks, lambda x, _: fill_overview(x, columns))
+        axes = figure.add_subplot(lines, columns, i + 1, title=wrap(env_id, 26))
+        plot_curves(axes, own, "steps", looks, lambda x, _: wrap_overview(x, columns))
         handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels())}
         limits = axes.get_ylim()
         for mean in own.loc[own["kind"] == "published", "value"]:
@@ -174,20 +181,20 @@ def draw_overview(plot, looks):
         if i % columns == 0:
             axes.set_ylabel("return")
     panel = 3 if columns > 1 else WIDTH
-    figure.set_size_inches(panel * columns, 2.4 * lines + 0.3 + 0.18 * lines_of(handles))
-    order = [fill_overview(variant, columns) for variant in looks]
+    figure.set_size_inches(panel * columns, 2.4 * lines + 0.3 + LEGEND_LINE * lines_of(handles))
+    order = [wrap_overview(variant, columns) for variant in looks]
     names = sorted(handles, key=lambda name: order.index(name) if name in order else len(order))
     figure.legend([handles[name] for name in names], names, loc="outside lower left")
     return figure
 
 
-def fill_overview(variant, columns):
-    """A variant's label in an overview of so many columns."""
-    return fill(variant, 30 * columns + 20)
+def wrap_overview(variant, columns):
+    """A variant's label in the legend of an overview with so many columns."""
+    return wrap(variant, 30 * columns + 20)
 
 
 def plot_curves(axes, data, x, looks, name_of):
-    """Draws single runs and centers along x; name_of: variant and its rows -> its label."""
+    """Draws single runs and centers against x; name_of: variant and its rows -> its label."""
     curves = data[data["kind"] != "published"]
     end = curves[x].max() or 1
     unit, scale = unit_of(end) if x == "wall_time" else ("", 1)
@@ -199,7 +206,7 @@ def plot_curves(axes, data, x, looks, name_of):
         at = center[x] / scale
         axes.fill_between(at, center["low"], center["high"], color=color, alpha=0.2, lw=0)
         averaged = (own["kind"] == "finished").any()
-        look = {"ls": style, "lw": 2} if averaged else THIN["unfinished"]
+        look = {"ls": style, "lw": 2} if averaged else THIN["uncounted"]
         axes.plot(at, center["value"], **look, color=color, label=name_of(variant, own))
     axes.set(xlabel=", ".join(filter(None, (X_LABELS[x], unit))), xlim=(0, end / scale))
     axes.margins(y=0.04)
@@ -210,9 +217,9 @@ def plot_curves(axes, data, x, looks, name_of):
 
 
 def beyond(limits, y):
-    """Where y is, "above" or "below", if it is too far off to be shown; else "".
+    """Whether y is too far from the limits to be shown -> "above" or "below" them, else "".
 
-    Too far: it would squeeze what is between the limits into half of the axes.
+    Too far means that what is between the limits would be squeezed into half of the axes.
     """
     low, high = limits
     margin = (high - low) / 2
@@ -224,12 +231,12 @@ def beyond(limits, y):
 
 
 def plot_published(axes, published):
-    """Draws published means as dashed lines, each with a marker of its own."""
+    """Draws published means as dashed lines, each with its own marker."""
     limits = axes.get_ylim()
     for i, (label, mean) in enumerate(zip(published["series"], published["value"])):
         side = beyond(limits, mean)
         if side:
-            axes.plot([], [], " ", label=fill(f"{label}: {side} the picture", 58))
+            axes.plot([], [], " ", label=wrap(f"{label}: {side} the picture", LEGEND_LETTERS))
             continue
         axes.plot(
             (0.0, (i + 1) / (len(published) + 1), 1.0),
@@ -239,19 +246,19 @@ def plot_published(axes, published):
             markevery=[1],
             ms=4.5,
             marker=MARKERS[i % len(MARKERS)],
-            label=fill(label, 58),
+            label=wrap(label, LEGEND_LETTERS),
         )
 
 
 def draw_intervals(plot, looks):
-    """A point or a bar with its interval for each row, the first above."""
+    """A point or a bar with its interval for each row, the first row at the top."""
     data = plot.data
-    names = [fill(name, 30) for name in data["name"]]
-    label = fill(plot.label, 70)
+    names = [wrap(name, 30) for name in data["name"]]
+    label = wrap(plot.label, 70)
     height = 0.8 + 0.17 * label.count("\n") + sum(0.13 + 0.15 * lines_of([x]) for x in names)
     figure = Figure((WIDTH, height), layout="constrained")
     axes = figure.add_subplot()
-    axes.use_sticky_edges = False  # room beyond the ends of bars
+    axes.use_sticky_edges = False  # leaves room beyond the ends of bars
     if plot.reference is not None:
         axes.axvline(plot.reference, color=INK, lw=0.8)
     for i, row in enumerate(data.itertuples()):
@@ -265,7 +272,7 @@ def draw_intervals(plot, looks):
     axes.set_yticks(range(len(data)), names, fontsize=8.5)
     axes.set(ylim=(len(data) - 0.4, -0.6), xlim=plot.limits)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
-    # Of the figure: the axes may be narrow beside long names
+    # The figure's label, not the axes': those may be narrow beside long names
     figure.supxlabel(label, fontsize=9)
     axes.grid(axis="y", visible=False)
     return figure
@@ -278,10 +285,10 @@ def draw_profile(plot, looks):
     labels = []
     for variant, own in plot.data.groupby("variant", sort=False):
         color, style = looks[variant]
-        labels.append(fill(variant, 58))
+        labels.append(wrap(variant, LEGEND_LETTERS))
         axes.fill_between(own["tau"], own["low"], own["high"], color=color, alpha=0.2, lw=0)
         axes.plot(own["tau"], own["value"], style, color=color, lw=2, label=labels[-1])
     axes.set_ylim(-0.02, 1.02)
-    figure.set_size_inches(WIDTH, 2.9 + 0.18 * lines_of(labels))
+    figure.set_size_inches(WIDTH, 2.9 + LEGEND_LINE * lines_of(labels))
     figure.legend(loc="outside lower left")
     return figure

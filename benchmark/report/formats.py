@@ -4,7 +4,7 @@ import numpy as np
 
 
 def number(x, like=None):
-    """A return to read: 1,443, 88.8 or -6.71; with as many digits as like would have, if given."""
+    """A return to read: 1,443, 88.8 or -6.71; with the digits that like would have, if given."""
     size = abs(x if like is None else like)
     if size >= 1000:
         return f"{x:,.0f}"
@@ -24,9 +24,9 @@ def with_interval(value, low, high):
 
 
 def mean_std(values):
-    """Of several values mean +- deviation (ddof=0), both with the digits of the larger.
+    """Mean +- standard deviation (ddof=0), both with the digits of the larger.
 
-    One value is itself, none is "-"; those that are nan are missing.
+    A single value stands alone, no value is "-"; nan counts as missing.
     """
     values = np.asarray(values, float)
     values = values[~np.isnan(values)]
@@ -42,7 +42,7 @@ def mean_std(values):
 
 
 def unit_of(seconds):
-    """(name, seconds) of the unit in which so many seconds are read well."""
+    """A readable unit for a duration -> (its name, its length in seconds)."""
     if seconds < 300:
         return "s", 1
     if seconds < 3 * 3600:

@@ -1,4 +1,4 @@
-"""A report as one HTML file, which asks for nothing else, and as Markdown. All text is escaped."""
+"""A report as one HTML file, which needs no other file, and as Markdown. All text is escaped."""
 
 import html
 from itertools import groupby
@@ -7,14 +7,13 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from benchmark.report.blocks import Figure, Heading, Paragraph, Table, Warning
-from benchmark.report.contents import slug
+from benchmark.report.blocks import NUMBER, Caution, Figure, Heading, Paragraph, Table, slug
 
 TEMPLATE = Path(__file__).with_name("template.html.jinja")
 
 
 def refresh_tag(seconds):
-    """What makes a page reload itself every so many seconds."""
+    """The tag that makes a page reload itself every so many seconds."""
     return Markup('<meta http-equiv="refresh" content="{}">').format(seconds)
 
 
@@ -48,7 +47,7 @@ def to_markdown(report, folder="figures/"):
             lines.append(f"## {escaped(block.text)}")
         elif isinstance(block, Paragraph):
             lines.append(escaped(block.text))
-        elif isinstance(block, Warning):
+        elif isinstance(block, Caution):
             lines.append(f"**Warning.** {escaped(block.text)}")
         elif isinstance(block, Figure):
             image = f"![{escaped(block.title)}]({folder}{block.name}.png)"
@@ -60,21 +59,19 @@ def to_markdown(report, folder="figures/"):
 
 def markdown_table(table: Table):
     """A table in Markdown: numbers stand on the right, words on the left."""
-    rule = [" --- "] + ["---:" if "numbers" in table.kind else " --- "] * (len(table.header) - 1)
-    if "noted" in table.kind:
-        rule[-1] = " --- "
+    rule = ["---:" if style == NUMBER else " --- " for style in table.styles]
     lines = [f"| {' | '.join(map(escaped, table.header))} |", f"|{'|'.join(rule)}|"]
     lines += [f"| {' | '.join(map(escaped, row))} |" for row in table.rows]
     return "\n".join(lines)
 
 
 def escaped(value):
-    """A text in Markdown, in one line."""
+    """A text in Markdown, on one line."""
     return html.escape(value, quote=False).replace("|", "\\|").replace("\n", "; ")
 
 
 def write(path, text):
-    """Writes a file that is whole at any time, for a browser that reloads it."""
+    """Writes a file that is complete at any time, for a browser that reloads it."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)

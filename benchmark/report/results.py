@@ -4,8 +4,8 @@
 
 Each folder of benchmark/results/ that has a runs.csv gets report.md and one PNG: ablation.png where
 variants are set beside their script's defaults over several environments, else overview.png.
-speed.csv becomes speed_chart.png. In README.md, benchmark/results/README.md and docs/*.md, what is
-between <!-- table: NAME --> and <!-- end of table --> is written anew. NAME is a folder of
+speed.csv becomes speed_chart.png. In README.md, benchmark/results/README.md and docs/*.md, the text
+between <!-- table: NAME --> and <!-- end of table --> is replaced. NAME is a folder of
 benchmark/results/, such a name with _gains (what each variant gains on the defaults), algorithms,
 or one of benchmark.speed's tables.
 """
@@ -18,23 +18,32 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from benchmark import runs as folders
 from benchmark.report import algorithms, analysis, contents, figures, page
-from benchmark.report.blocks import Curves, Figure, Paragraph, Report, Table
+from benchmark.report.blocks import (
+    NAME,
+    NOTE,
+    NUMBER,
+    Curves,
+    Figure,
+    Overview,
+    Paragraph,
+    Report,
+    Table,
+)
 from benchmark.report.formats import mean_std, number, with_interval
+from benchmark.runs import SCORE_NAME, read, read_published
+from benchmark.speed import chart
 from benchmark.speed import tables as speed
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmark" / "results"
 DPI = 110  # of committed figures
 REGION = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-SOURCE_DETAIL = r" (?:docs|own|rerun|1\.0|table)\b.*"
-TRAINING = "training episodes"  # in the metrics of published scores that last_100 is set beside
 
 
 @dataclass
 class Results:
-    """A folder of results: its runs, in the order of analysis.in_order, their curves, and notes."""
+    """A folder of results: its runs in the order of analysis.in_order, their curves, and notes."""
 
     name: str
     runs: pd.DataFrame
@@ -43,10 +52,13 @@ class Results:
 
 
 def read_results():
-    """All folders of benchmark/results/ with a runs.csv; damage there is an error."""
+    """All folders of benchmark/results/ that have a runs.csv -> [Results].
+
+    Raises ValueError if one of them is damaged.
+    """
     found = []
     for path in sorted(RESULTS.glob("*/runs.csv")):
-        data = folders.read([path.parent])
+        data = read([path.parent])
         if data.troubles:
             raise ValueError("; ".join(data.troubles))
         runs = analysis.in_order(data.runs)
@@ -64,7 +76,7 @@ def pages():
 
 
 def make_tables(results, published):
-    """{NAME: Markdown} of all tables that pages may have."""
+    """All tables that pages may have -> {NAME: Markdown}."""
     tables = {}
     for found in results:
         tables[found.name] = page.markdown_table(score_table(found.runs, published))
@@ -77,22 +89,22 @@ def make_tables(results, published):
     return tables | speed.tables(rows)
 
 
-def fill(text, tables):
-    """A page's text with its tables; raises LookupError where it wants one that there isn't."""
+def fill_tables(text, tables):
+    """A page's text with its tables filled in. Raises LookupError if one of them isn't known."""
 
     def table(found):
         name = found[2]
         if name not in tables:
-            raise LookupError(f"there is no table {name}: there are {', '.join(sorted(tables))}")
+            raise LookupError(f"there is no table {name}, only {', '.join(sorted(tables))}")
         return f"{found[1]}{tables[name]}\n{found[3]}"
 
     return REGION.sub(table, text)
 
 
 def score_table(runs, published):
-    """A row for each environment and variant, with the published scores beside it.
+    """A row for each environment and variant, with the published scores beside it -> Table.
 
-    Variants are named, and planned steps have a column, only where there are several.
+    Variants are named, and planned steps have a column, only if there are several.
     """
     several = runs["variant"].nunique() > 1
     steps = runs["planned_steps"].nunique() > 1
@@ -106,47 +118,48 @@ def score_table(runs, published):
         rows = [analysis.published_of(published, x, env_id) for x in group["script"].unique()]
         line |= {
             "seeds": contents.seeds_of(found),
-            "last 100": mean_std(found["scores"]),
+            SCORE_NAME: mean_std(found["scores"]),
             "IQM [95 % interval]": with_interval(*found["iqm"]),
             "evaluation": mean_std(found["evaluations"]),
             "published": published_range(pd.concat(rows)),
         }
         lines.append(line)
-    return Table(tuple(lines[0]), [tuple(line.values()) for line in lines], "numbers noted")
+    header = tuple(lines[0])
+    styles = (NAME, *[NUMBER] * (len(header) - 2), NOTE)
+    return Table(header, [tuple(line.values()) for line in lines], styles)
 
 
 def planned(group):
-    """How many steps a variant's runs have, a text."""
+    """The planned steps of a variant's runs, as text."""
     return " or ".join(f"{n:,.0f}" for n in sorted(group["planned_steps"].dropna().unique()))
 
 
 def published_range(rows):
     """Published scores as text: the lowest and the highest, and whose they are.
 
-    They are of training episodes, as the runs' own; where there are none, the others, with what
-    they are.
+    Only scores of training episodes count, as the runs' own scores are such. If there are none, it
+    is the other scores, and the text says what they are.
     """
-    training = rows[rows["metric"].str.contains(TRAINING)]
-    other = training.empty
-    rows = rows if other else training
     if rows.empty:
         return ""
+    training = rows[rows["kind"] == "training"]
+    what = rows["metric"].unique() if training.empty else []
+    rows = rows if training.empty else training
     bounds = dict.fromkeys((number(rows["mean"].min()), number(rows["mean"].max())))
     score = contents.published_score(rows.iloc[0]) if len(rows) == 1 else " to ".join(bounds)
-    names = rows["source"].str.replace(SOURCE_DETAIL, "", regex=True)
     versions = rows["env_id"].map(lambda env_id: analysis.split_version(env_id)[1])
     sources = [
-        f"{name} {', '.join(sorted(set(own)))}" for name, own in versions.groupby(names, sort=False)
+        f"{publisher} {', '.join(sorted(set(own)))}"
+        for publisher, own in versions.groupby(rows["publisher"], sort=False)
     ]
-    what = rows["metric"].unique() if other else []
     return f"{score} ({'; '.join([*sources, *what])})"
 
 
 def gains_table(runs):
-    """What each variant of a script gains on its defaults -> Table, or None.
+    """What each variant of a script gains on its defaults -> Table.
 
-    It is given for several variants in several environments: their scores in each, and the
-    difference of normalised scores over all.
+    It has the scores in each environment and the difference of normalised scores over all. It is
+    None unless a script has several variants in several environments.
     """
     raw = analysis.scores_of(runs)
     scaled, bounds = analysis.scale(raw)
@@ -170,17 +183,19 @@ def gains_table(runs):
         *bounds,
         "all: IQM of normalised scores minus the defaults' [95 % interval]",
     )
-    return Table(header, lines, "numbers")
+    return Table(header, lines, (NAME, *[NUMBER] * (len(header) - 1)))
 
 
 def score_cells(runs, variant, raw, env_ids):
-    """A variant's scores in each environment; how many seeds where others have more."""
+    """A variant's scores in each environment, with the number of seeds if others have more."""
     most = max(len(scores) for own in raw.values() for scores in own.values())
     cells = []
     for env_id in env_ids:
         scores = raw[variant].get(env_id, np.zeros(0))
-        count = f" ({len(scores)} seed{'s' * (len(scores) > 1)})"
-        cells.append(mean_std(scores) + (count if 0 < len(scores) < most else ""))
+        count = ""
+        if 0 < len(scores) < most:
+            count = " (1 seed)" if len(scores) == 1 else f" ({len(scores)} seeds)"
+        cells.append(mean_std(scores) + count)
     return cells
 
 
@@ -188,25 +203,23 @@ def score_cells(runs, variant, raw, env_ids):
 
 
 def shown_figure(report):
-    """The figure of a report that stands for all: what variants gain, else the curves."""
+    """The figure that represents a report: what variants gain, else the curves; None without."""
     drawn = report.all(Figure)
     for figure in drawn:
-        if figure.name.startswith("ablation_") and figure.name.endswith("_all"):
+        if figure.shows_gains:
             return replace(figure, name="ablation")
-    for figure in drawn:
-        if figure.name == "overview":
-            return figure
-    for figure in drawn:
-        if isinstance(figure.plot, Curves):
-            return replace(figure, name="overview")
+    for kind in (Overview, Curves):
+        for figure in drawn:
+            if isinstance(figure.plot, kind):
+                return replace(figure, name="overview")
     return None
 
 
 def page_of(name, report):
     """A folder's report -> (text of its report.md, the figure in it or None)."""
     text = (
-        "Drawn from runs.csv and curves.csv by python -m benchmark.report.results. For all figures "
-        f"see python -m benchmark.report benchmark/results/{name} --out FOLDER."
+        "Drawn from runs.csv and curves.csv by python -m benchmark.report.results. For all "
+        f"figures, run python -m benchmark.report benchmark/results/{name} --out FOLDER."
     )
     shown = shown_figure(report)
     figure = [shown] if shown else []
@@ -228,16 +241,16 @@ def write_results(found, published):
 
 def main():
     results = read_results()
-    published = folders.read_published()
+    published = read_published()
     for found in results:
         print(f"benchmark/results/{found.name}", flush=True)
         write_results(found, published)
-    speed.draw(speed.read(RESULTS / "speed.csv"), RESULTS / "speed_chart.png")
+    chart.draw(speed.read(RESULTS / "speed.csv"), RESULTS / "speed_chart.png")
     tables = make_tables(results, published)
     for path in pages():
         text = path.read_text(encoding="utf-8")
         try:
-            filled = fill(text, tables)
+            filled = fill_tables(text, tables)
         except LookupError as error:
             sys.exit(f"error: {path.name}: {error.args[0]}")
         if filled != text:

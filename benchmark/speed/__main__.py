@@ -27,9 +27,10 @@ from typing import Annotated, Literal
 
 import tyro
 
+from benchmark.speed import chart
 from benchmark.speed.measure import MeasureError, describe_machine, measure, measure_other
-from benchmark.speed.peers import FULL_STEPS, PROGRAMS, TASKS, Work
-from benchmark.speed.tables import NOTE, draw, frame, tables, title
+from benchmark.speed.peers import FULL_STEPS, PEER, PROGRAMS, TASKS, Work
+from benchmark.speed.tables import NOTE, frame, tables, title
 
 LEAST_ROUNDS = 4
 
@@ -74,13 +75,16 @@ def parse_args():
     )
     if args.rounds < LEAST_ROUNDS:
         refuse(f"--rounds must be {LEAST_ROUNDS} or more: speeds vary from run to run")
-    # SB3's DDPG learns after its 100th step, so that its first iteration isn't seen
-    least = max(TASKS[script].rollout * (3 if "ddpg" in script else 2) for script in args.scripts)
+    tasks = [TASKS[script] for script in args.scripts]
+    least = max(task.least_iterations * task.rollout for task in tasks)
     if args.steps is not None and args.steps < least:
         refuse(f"the steady state needs --steps {least} or more")
-    if args.amp and not any(TASKS[script].amp for script in args.scripts):
+    if args.amp and not any(task.amp for task in tasks):
         refuse(f"--amp: no such flag in {', '.join(args.scripts)}")
-    commands = dict(other.partition("=")[::2] for other in args.other)
+    commands = {}
+    for other in args.other:
+        name, _, words = other.partition("=")
+        commands[name] = words
     if len(commands) < len(args.other):
         refuse("two of --other have the same NAME")
     if not all(commands) or not all(commands.values()) or commands.keys() & PROGRAMS.keys():
@@ -104,7 +108,7 @@ def measure_script(script, args, commands):
     task = TASKS[script]
     env_id = args.env_id or task.env_id
     steps = (args.steps or task.steps) // task.rollout * task.rollout
-    programs = [program for program in PROGRAMS if program != "sb3" or args.versus == "sb3"]
+    programs = [program for program in PROGRAMS if program != PEER or args.versus == PEER]
     if not (args.amp and task.amp):
         programs.remove("plainrl --amp")
     with tempfile.TemporaryDirectory() as caches:
@@ -118,7 +122,7 @@ def measure_script(script, args, commands):
         return
     work = Work(script, env_id, FULL_STEPS // task.rollout * task.rollout, args.seed)
     with tempfile.TemporaryDirectory() as caches:
-        for program in ("plainrl", "sb3"):
+        for program in ("plainrl", PEER):
             if program in programs:
                 yield {"round": "full"} | measure(program, work, Path(caches, program))
 
@@ -155,7 +159,7 @@ def main():
     print(f"\n{text}")
     if args.out:
         args.out.with_suffix(".md").write_text(text + "\n")
-        draw(frame(rows), args.out.with_name(f"{args.out.stem}_chart.png"))
+        chart.draw(frame(rows), args.out.with_name(f"{args.out.stem}_chart.png"))
 
 
 if __name__ == "__main__":

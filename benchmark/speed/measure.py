@@ -1,4 +1,4 @@
-"""Runs one program and reads its speed; says what the machine is and what else it does."""
+"""Runs one program and reads its speed; describes the machine and what else runs there."""
 
 import json
 import os
@@ -50,9 +50,9 @@ def measure(program, work, cache):
 
 
 def measure_other(name, command, work):
-    """Runs somebody's own command once, where we are -> dict as of measure. Raises MeasureError.
+    """Runs any other command once, in the current folder -> dict as that of measure.
 
-    Its speed is the last that it prints; its precision isn't known.
+    Its speed is the last one that it prints; its precision isn't known. Raises MeasureError.
     """
     with tempfile.TemporaryDirectory() as folder:
         process = run(name, command, Path(folder), {}, cwd=None, shell=True)
@@ -72,6 +72,7 @@ def measure_other(name, command, work):
 
 
 def identity(program, precision, cache_state, work):
+    """The part of a row that says what was measured, a dict."""
     return {
         "program": program,
         "precision": precision,

@@ -1,4 +1,4 @@
-"""The programs whose speeds are compared: their command lines, and the workers that play the peers.
+"""The programs whose speeds are compared: their command lines, and the workers that run the peers.
 
 python -m benchmark.speed.peers PROGRAM SCRIPT ENV_ID STEPS SEED prints a worker's marks as JSON.
 What this file imports at its top counts in the start-up of the peers: the standard library only.
@@ -25,6 +25,8 @@ class Task:
     rollout: int  # steps of an iteration, of all environments together: the script's default
     threads: int
     steps: int  # of a run
+    least_iterations: int = 2  # of a run, to have a steady state
+    atari: bool = False  # the environment alone is the emulator
     amp: bool = False  # the script has --amp
     flags: tuple = ()
 
@@ -33,17 +35,22 @@ DDPG_FLAGS = ("--random-steps", "100", "--learning-starts", "100", "--eval-inter
 CORES = os.cpu_count()
 TASKS = {
     "ppo_continuous_action": Task("HalfCheetah-v5", rollout=2048, threads=1, steps=61440),
-    "ppo_atari": Task("BreakoutNoFrameskip-v4", 1024, threads=CORES, steps=10240, amp=True),
-    "ppo_atari_lstm": Task("BreakoutNoFrameskip-v4", 1024, threads=CORES, steps=8192, amp=True),
+    "ppo_atari": Task(
+        "BreakoutNoFrameskip-v4", 1024, threads=CORES, steps=10240, atari=True, amp=True
+    ),
+    "ppo_atari_lstm": Task(
+        "BreakoutNoFrameskip-v4", 1024, threads=CORES, steps=8192, atari=True, amp=True
+    ),
+    # Stable-Baselines3's DDPG learns after its 100th step, so that its first iteration isn't seen
     "ddpg_continuous_action": Task(
-        "HalfCheetah-v5", 100, threads=CORES, steps=3000, flags=DDPG_FLAGS
+        "HalfCheetah-v5", 100, threads=CORES, steps=3000, least_iterations=3, flags=DDPG_FLAGS
     ),
 }
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every program of a round has to do."""
+    """What each program of a round has to do."""
 
     script: str
     env_id: str
@@ -57,7 +64,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Program:
-    """A program's name in tables, and the precision of its arithmetic ("" if it has none)."""
+    """A program: its name in tables, and the precision of its arithmetic ("" if it has none)."""
 
     title: str
     precision: str
@@ -71,6 +78,8 @@ PROGRAMS = {
     "env": Program("environment alone", ""),
     "arithmetic": Program("arithmetic alone", "float32"),
 }
+OURS = ("plainrl", "plainrl --amp")
+PEER = "sb3"
 BOUNDS = ("env", "arithmetic")
 
 
@@ -110,6 +119,10 @@ def work_sb3(work):
     model = SB3_MODELS[work.script](work, timed)
     model.learn(work.steps)
     return marks
+
+
+# Each makes the peer of a script: the same algorithm, networks and wrappers, with the values of the
+# script's Args. timed: wraps SB3's class so that it notes the time of each iteration.
 
 
 def sb3_ppo_continuous_action(work, timed):
@@ -223,15 +236,15 @@ SB3_MODELS = {
 
 
 def work_env(work):
-    """Steps one environment with random actions, drawn beforehand, resets it at ends -> marks.
+    """Steps one environment with random actions, which are drawn beforehand -> marks.
 
-    Of Atari that is the emulator alone, four frames a step, whose screen nobody reads.
+    For Atari, it is the emulator alone, with four frames a step, whose screen nobody reads.
     """
     import gymnasium as gym
     import numpy as np
 
     rng = np.random.default_rng(work.seed)
-    if work.script.startswith("ppo_atari"):
+    if work.task.atari:
         return step_emulator(work, rng)
     env = gym.make(work.env_id, disable_env_checker=True)
     space = env.action_space
@@ -247,6 +260,7 @@ def work_env(work):
 
 
 def step_emulator(work, rng):
+    """What work_env does for Atari -> marks. rng: numpy's generator of the actions."""
     import ale_py  # noqa: F401, registers the games
     import gymnasium as gym
 
@@ -275,7 +289,7 @@ def work_arithmetic(work):
 
 
 def flops_per_step(work):
-    """Floating-point operations of a script's second iteration, by environment step, float."""
+    """Floating-point operations per environment step in a script's second iteration, float."""
     import torch.utils.tensorboard
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -314,7 +328,7 @@ def flops_per_step(work):
 
 
 def seconds_per_flop(threads):
-    """Seconds of a floating-point operation in a product of matrices: a median of 30."""
+    """Seconds per floating-point operation in a product of matrices: the median of 30 products."""
     import torch
 
     torch.set_num_threads(threads)

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from benchmark.runs import printable, read, read_published, write_csv
+from benchmark.runs import SCORE_WORDS, printable, read, read_published, write_csv
 from benchmark.store import Store
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmark" / "results"
@@ -51,7 +51,7 @@ def test_row_of_a_finished_run(tmp_path, make_run):
         "env_id": "CartPole-v1",
         "script": "vpg",
         "script_folder": "/home/me",
-        "text": hashlib.sha256(b"code\n").hexdigest()[:8],
+        "script_hash": hashlib.sha256(b"code\n").hexdigest()[:8],
         "seed": 7,
         "suite_variant": "",
         "flags": "--gamma 0.9",
@@ -422,11 +422,12 @@ def test_csvs_give_back_what_was_written(tmp_path, make_run, make_sweep):
     same = [
         name
         for name in made.runs
-        if name not in ("folder", "from_csv", "run", "args", "defaults", "suite_variant")
-        and name not in ("script_folder", "text")
+        if name not in ("folder", "compared", "from_csv", "run", "args", "defaults")
+        and name not in ("suite_variant", "script_folder", "script_hash")
     ]
     pd.testing.assert_frame_equal(data.runs[same], made.runs[same])
     assert list(data.runs["run"]) == ["done", "later", "done (2)"]
+    assert list(data.runs["mark"]) == ["", "", " (old)"] and not data.runs["compared"].any()
     pd.testing.assert_frame_equal(data.curves, curves_of(made))
     write_csv(tmp_path / "again", data.runs, data.curves)
     for name in ("runs.csv", "curves.csv"):
@@ -544,6 +545,8 @@ def test_published_scores_are_complete():
     assert len(published) > 50
     assert published[["mean", "total_timesteps", "seeds"]].notna().all(axis=None)
     assert published["env_id"].str.fullmatch(r".*-v\d+").all()
-    texts = published[["algorithm", "source", "metric"]]
+    texts = published[["algorithm", "source", "publisher", "metric"]]
     assert (texts != "").all(axis=None)
+    assert set(published["kind"]) == {"training", "evaluation"}
+    assert SCORE_WORDS in set(published["metric"])
     assert published["std"].dtype == float

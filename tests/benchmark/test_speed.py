@@ -16,7 +16,7 @@ import ppo_atari
 import ppo_atari_lstm
 import ppo_continuous_action
 from benchmark.speed import __main__ as command
-from benchmark.speed import measure, peers, tables
+from benchmark.speed import chart, measure, peers, tables
 from benchmark.speed.measure import MeasureError
 from benchmark.speed.peers import Work
 
@@ -282,8 +282,8 @@ def test_runs_of_the_full_length_are_apart(made):
     assert "Stable-Baselines3 takes 2.50 times as long" in with_full["speed_ppo_atari"]
     assert with_full["speed"] == without["speed"]
     assert with_full["speed_ppo_atari"].startswith(without["speed_ppo_atari"])
-    bars = tables.chart(tables.frame(made + full)).data
-    assert bars.equals(tables.chart(tables.frame(made)).data)
+    bars = chart.make_plot(tables.frame(made + full)).data
+    assert bars.equals(chart.make_plot(tables.frame(made)).data)
 
 
 def test_a_csv_gives_the_tables_it_was_written_from(rows, tmp_path):
@@ -293,13 +293,13 @@ def test_a_csv_gives_the_tables_it_was_written_from(rows, tmp_path):
 
 def test_chart_has_the_ratios_to_the_peer(rows):
     """Median, minimum and maximum of each; without a peer those of steps/s."""
-    bars = tables.chart(rows).data
+    bars = chart.make_plot(rows).data
     assert bars.values.tolist() == [
         ["ppo_atari, PlainRL", "plainrl", 8.0, 8.0, 8.0],
         ["ppo_atari, PlainRL, bfloat16", "plainrl --amp", 4.0, 4.0, 4.0],
         ["ppo_atari, Mine", "Mine", 2.0, 2.0, 2.0],
     ]
-    bars = tables.chart(rows[rows["program"] != "sb3"]).data
+    bars = chart.make_plot(rows[rows["program"] != "sb3"]).data
     assert bars.values.tolist()[0] == ["ppo_atari, PlainRL", "plainrl", 1600.0, 800.0, 2400.0]
 
 

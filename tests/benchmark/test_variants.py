@@ -4,7 +4,13 @@ import pytest
 
 from benchmark.flags import RUN_ONLY
 from benchmark.runs import run_frame
-from benchmark.variants import changed_flags, name_variants, text_of, without_paths
+from benchmark.variants import (
+    changed_flags,
+    name_variants,
+    text_of,
+    unique_names,
+    without_paths,
+)
 
 DEFAULTS = {
     "env_id": "CartPole-v1",
@@ -31,7 +37,16 @@ def make(script="vpg", env_id="CartPole-v1", compared=False, **facts):
         "defaults": DEFAULTS,
         "script_folder": "/home/me",
     }
-    names = ("suite_variant", "text", "from_csv", "variant", "family", "base", "flags", "mark")
+    names = (
+        "suite_variant",
+        "script_hash",
+        "from_csv",
+        "variant",
+        "family",
+        "base",
+        "flags",
+        "mark",
+    )
     for name in (*columns, *names):
         if name in facts:
             columns[name] = facts.pop(name)
@@ -192,32 +207,32 @@ def test_a_copy_from_another_folder_is_another_variant():
 
 
 def test_a_copy_with_another_text_is_another_variant():
-    """Told by its commit where each text has its own. A run without a text has the usual one."""
+    """Told by its commit where each text has its own. An unknown text is the usual one."""
     rows = (
-        make(text="11", git_commit="c1"),
-        make(text="22", git_commit="c2"),
-        make(text="22", git_commit="c2"),
-        make(text="", git_commit=""),
+        make(script_hash="11", git_commit="c1"),
+        make(script_hash="22", git_commit="c2"),
+        make(script_hash="22", git_commit="c2"),
+        make(script_hash="", git_commit=""),
     )
     assert variants_of(*rows) == ["vpg (c1)", "vpg (c2)", "vpg (c2)", "vpg (c2)"]
     for commit in ("c", "unknown"):
-        rows = (make(text="11", git_commit="c"), make(text="22", git_commit=commit))
+        rows = (make(script_hash="11", git_commit="c"), make(script_hash="22", git_commit=commit))
         assert variants_of(*rows) == ["vpg (text 11)", "vpg (text 22)"]
-    rows = (make(text="11", git_commit="c1"), make(text="11", git_commit="c2"))
+    rows = (make(script_hash="11", git_commit="c1"), make(script_hash="11", git_commit="c2"))
     assert variants_of(*rows) == ["vpg", "vpg"]
 
 
 def test_a_copy_with_another_text_in_another_folder_is_told_by_both():
     rows = (
-        make(text="11", git_commit="c1"),
-        make(text="22", git_commit="c2"),
-        make(text="33", script_folder="/home/other"),
+        make(script_hash="11", git_commit="c1"),
+        make(script_hash="22", git_commit="c2"),
+        make(script_hash="33", script_folder="/home/other"),
     )
     assert variants_of(*rows) == ["vpg (me, c1)", "vpg (me, c2)", "vpg (other)"]
 
 
 def test_the_mark_tells_a_copy_to_compare_with():
-    rows = (make(text="11"), make(text="22", git_commit="old", compared=True))
+    rows = (make(script_hash="11"), make(script_hash="22", git_commit="old", compared=True))
     assert variants_of(*rows) == ["vpg", "vpg (old)"]
 
 
@@ -231,3 +246,7 @@ def test_names_of_a_csv_stay_as_they_are():
     other = row | {"variant": "vpg", "flags": "--gamma 0.9"}
     assert variants_of(make(), other) == ["vpg", "vpg --gamma 0.9"]
     assert variants_of(row, row, row | {"planned_steps": 7})[2] == "vpg quick --total-timesteps 7"
+
+
+def test_names_are_numbered_past_those_that_are_taken():
+    assert unique_names(["x", "x", "x (2)", "y"]) == ["x", "x (2)", "x (2) (2)", "y"]

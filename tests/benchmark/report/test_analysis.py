@@ -47,6 +47,8 @@ def test_analysis_needs_neither_files_nor_figures():
     assert not {name.split(".")[0] for name in found} & {"matplotlib", "pathlib", "os", "io", "csv"}
     assert {name for name in found if name.startswith("benchmark")} <= {
         "benchmark.stats",
+        "benchmark.variants",
+        "benchmark.variants.unique_names",
         *(f"benchmark.stats.{name}" for name in dir(stats)),
     }
 
@@ -58,11 +60,15 @@ def test_the_report_does_not_know_the_launcher():
         assert not parts & launcher, path.name
 
 
+def drawn(runs, curves, x, center="iqm", published=()):
+    return analysis.against(x, analysis.curves_to_draw(runs, curves, center), published)
+
+
 def test_runs_are_in_the_order_of_their_seeds_as_numbers(make_runs):
     runs = make_runs(
-        {"seed": 10}, {"seed": 2}, {"seed": 1, "variant": "a2c"}, {"seed": "?", "run": "z"}
+        {"seed": "?"}, {"seed": 2**32 - 1}, {"seed": 10}, {"seed": 2}, {"seed": 1, "variant": "a2c"}
     )
-    assert list(analysis.in_order(runs)["seed"]) == [1, 2, "?", 10]
+    assert list(analysis.in_order(runs)["seed"]) == [1, 2, 10, 2**32 - 1, "?"]
 
 
 def test_curves_of_a_variant_have_one_grid(make_runs):
@@ -125,7 +131,7 @@ def test_center_along_the_wall_time_is_at_the_median_time_of_each_step(make_runs
     seconds = (0.5, 1.0, 10.0)
     episodes = pd.concat([frame(i, range(11), second=x) for i, x in enumerate(seconds)])
     curves = analysis.make_curves(runs, episodes, EMPTY)
-    data = analysis.curve_data(runs, curves, [], "wall_time", "iqm")
+    data = drawn(runs, curves, "wall_time")
     ends = data.groupby("series")["wall_time"].max().to_dict()
     assert ends == {"run0": 5.5, "run1": 11.0, "run2": 110.0, "iqm": 11.0}
     assert data[data["series"] == "iqm"]["value"].iloc[-1] == 10.0
@@ -134,19 +140,27 @@ def test_center_along_the_wall_time_is_at_the_median_time_of_each_step(make_runs
 def test_without_wall_times_there_is_no_curve_along_them(make_runs):
     runs = make_runs({"score": 1.0})
     curves = analysis.make_curves(runs, frame(0, [1.0] * 5), EMPTY).assign(wall_seconds=np.nan)
-    data = analysis.curve_data(runs, curves, [("source", 3.0)], "wall_time", "iqm")
+    data = drawn(runs, curves, "wall_time", published=[("source", 3.0)])
     assert list(data["kind"]) == ["published"]
-    assert len(analysis.curve_data(runs, curves, [], "steps", "iqm")) > 100
+    assert len(drawn(runs, curves, "steps")) > 100
+
+
+def test_runs_of_one_name_are_series_of_their_own(make_runs):
+    """Even if a run is named like a number that another would get."""
+    runs = make_runs({"run": "x"}, {"run": "x"}, {"run": "x (2)"})
+    episodes = pd.concat([frame(i, [1.0] * 5) for i in range(3)])
+    data = drawn(runs, analysis.make_curves(runs, episodes, EMPTY), "steps")
+    assert data["series"].nunique() == 3
 
 
 def test_only_runs_with_a_score_are_averaged(make_runs):
     runs = make_runs({"score": 1.0}, {"state": "unfinished", "run": "run0"})
     episodes = pd.concat([frame(0, [1.0] * 5), frame(1, [9.0] * 5)])
     curves = analysis.make_curves(runs, episodes, EMPTY)
-    data = analysis.curve_data(runs, curves, [], "steps", "mean")
+    data = drawn(runs, curves, "steps", "mean")
     assert set(data.loc[data["kind"] == "center", "value"]) == {1.0}
     kinds = dict(zip(data["series"], data["kind"]))
-    assert kinds == {"run0": "finished", "run0 (2)": "unfinished", "mean": "center"}
+    assert kinds == {"run0": "finished", "run0 (2)": "uncounted", "mean": "center"}
 
 
 def test_summary_is_of_finished_runs(make_runs):

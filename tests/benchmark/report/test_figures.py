@@ -16,7 +16,7 @@ def curve_data(averaged=True, published=(), x="steps", variant="v"):
     """A finished and an unfinished run from 0 to 1000, of which the first is the center."""
     at = np.linspace(0, 1000, 3)
     parts = []
-    for series, kind in (("a", "finished" if averaged else "unfinished"), ("b", "unfinished")):
+    for series, kind in (("a", "finished" if averaged else "uncounted"), ("b", "uncounted")):
         parts.append(pd.DataFrame({"steps": at, "value": at / 100, "series": series, "kind": kind}))
     if averaged:
         center = {"steps": at, "value": at / 100, "low": at / 100 - 1, "high": at / 100 + 2}

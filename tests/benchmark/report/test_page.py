@@ -4,13 +4,17 @@ import pytest
 
 from benchmark.report import page
 from benchmark.report.blocks import (
+    NAME,
+    NOTE,
+    NUMBER,
+    SHORT,
+    Caution,
     Figure,
     Heading,
     Intervals,
     Paragraph,
     Report,
     Table,
-    Warning,
 )
 
 EVIL = "<script>alert(1)</script>"
@@ -22,9 +26,9 @@ def report():
     blocks = [
         Heading(f"About {EVIL}"),
         Paragraph(EVIL),
-        Warning(EVIL),
+        Caution(EVIL),
         *figures,
-        Table(("what", EVIL), [("a|b", f"{EVIL}\nnext")], "words"),
+        Table(("what", EVIL), [("a|b", f"{EVIL}\nnext")], (SHORT, NOTE)),
     ]
     return Report(f"Report {EVIL}", [], blocks)
 
@@ -63,15 +67,15 @@ def test_page_reloads_itself_only_where_it_is_drawn_again(report):
 
 
 @pytest.mark.parametrize(
-    ("kind", "rule"),
+    ("styles", "rule"),
     [
-        ("numbers", "| --- |---:|---:|"),
-        ("numbers noted", "| --- |---:| --- |"),
-        ("words", "| --- | --- | --- |"),
+        ((NAME, NUMBER, NUMBER), "| --- |---:|---:|"),
+        ((NAME, NUMBER, NOTE), "| --- |---:| --- |"),
+        ((SHORT, SHORT, NOTE), "| --- | --- | --- |"),
     ],
 )
-def test_numbers_stand_on_the_right_and_words_on_the_left(kind, rule):
-    table = Table(("variant", "seeds", "score"), [("a", "1", "2")], kind)
+def test_numbers_stand_on_the_right_and_words_on_the_left(styles, rule):
+    table = Table(("variant", "seeds", "score"), [("a", "1", "2")], styles)
     lines = page.markdown_table(table).splitlines()
     assert lines == ["| variant | seeds | score |", rule, "| a | 1 | 2 |"]
 

@@ -228,12 +228,12 @@ def test_report_warns_of_few_seeds(big, tmp_path, run_report, make_run, capsys):
     """On the page, in the Markdown and on the terminal; not with ten."""
     where = "Acrobot-v1, CartPole-v1, HalfCheetah-v5 (the fewest: 1)"
     for text in (big.page, big.markdown, big.done.stderr):
-        assert f"Fewer than ten seeds in {where}" in text
+        assert f"Fewer than 10 seeds in {where}" in text
     for i in range(10):
         make_run(tmp_path / "runs" / f"run{i}", seed=i)
     run_report(tmp_path / "runs")
     page = (tmp_path / "report" / "report.html").read_text()
-    assert "ewer than ten" not in capsys.readouterr().err + page
+    assert "ewer than 10" not in capsys.readouterr().err + page
 
 
 def test_report_warns_of_uneven_seeds(big):

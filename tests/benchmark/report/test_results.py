@@ -5,13 +5,23 @@ import math
 import pandas as pd
 import pytest
 
-from benchmark import runs as folders
 from benchmark.report import contents, results
 from benchmark.report.blocks import Curves, Figure, Intervals, Overview, Report
+from benchmark.runs import read_published
 
 PUBLISHED = pd.DataFrame(
     [
-        ("vpg", "CartPole-v0", 5e5, 490.0, 6.0, 3, "last 100 training episodes", "CleanRL docs"),
+        (
+            "vpg",
+            "CartPole-v0",
+            5e5,
+            490.0,
+            6.0,
+            3,
+            "last 100 training episodes",
+            "training",
+            "CleanRL",
+        ),
         (
             "vpg",
             "CartPole-v2",
@@ -20,10 +30,31 @@ PUBLISHED = pd.DataFrame(
             math.nan,
             3,
             "last training episodes",
-            "baselines own x",
+            "training",
+            "baselines",
         ),
-        ("vpg", "CartPole-v1", 5e5, 999.0, 6.0, 3, "deterministic evaluation", "SB3 zoo"),
-        ("vpg", "Acrobot-v1", 5e5, -80.0, 6.0, 3, "deterministic evaluation", "SB3 zoo"),
+        (
+            "vpg",
+            "CartPole-v1",
+            5e5,
+            999.0,
+            6.0,
+            3,
+            "deterministic evaluation",
+            "evaluation",
+            "SB3 zoo",
+        ),
+        (
+            "vpg",
+            "Acrobot-v1",
+            5e5,
+            -80.0,
+            6.0,
+            3,
+            "deterministic evaluation",
+            "evaluation",
+            "SB3 zoo",
+        ),
     ],
     columns=[
         "algorithm",
@@ -33,7 +64,8 @@ PUBLISHED = pd.DataFrame(
         "std",
         "seeds",
         "metric",
-        "source",
+        "kind",
+        "publisher",
     ],
 )
 
@@ -45,17 +77,17 @@ def committed():
 
 def test_committed_pages_have_the_tables_of_the_committed_csvs(committed):
     """python -m benchmark.report.results writes them."""
-    tables = results.make_tables(committed, folders.read_published())
+    tables = results.make_tables(committed, read_published())
     count = 0
     for path in results.pages():
         text = path.read_text(encoding="utf-8")
-        assert results.fill(text, tables) == text, path.name
+        assert results.fill_tables(text, tables) == text, path.name
         count += len(results.REGION.findall(text))
     assert count > 10
 
 
 def test_committed_reports_are_those_of_the_committed_csvs(committed):
-    published = folders.read_published()
+    published = read_published()
     for found in committed:
         report = contents.make_report(found.runs, found.curves, published, [], found.notes)
         text, shown = results.page_of(found.name, report)
@@ -67,16 +99,16 @@ def test_committed_reports_are_those_of_the_committed_csvs(committed):
 
 def test_tables_are_written_between_their_markers():
     start, end = "<!-- table: x -->\n", "<!-- end of table -->"
-    new = results.fill(f"a\n{start}old\n{end}\nb\n{start}{end}", {"x": "| 1 |\n| 2 |"})
+    new = results.fill_tables(f"a\n{start}old\n{end}\nb\n{start}{end}", {"x": "| 1 |\n| 2 |"})
     region = f"{start}| 1 |\n| 2 |\n{end}"
     assert new == f"a\n{region}\nb\n{region}"
-    assert results.fill(new, {"x": "| 1 |\n| 2 |"}) == new
+    assert results.fill_tables(new, {"x": "| 1 |\n| 2 |"}) == new
 
 
 def test_a_table_that_there_is_not_is_named():
     page = "<!-- table: y -->\n<!-- end of table -->"
-    with pytest.raises(LookupError, match="there is no table y: there are a, x"):
-        results.fill(page, {"x": "", "a": ""})
+    with pytest.raises(LookupError, match="there is no table y, only a, x"):
+        results.fill_tables(page, {"x": "", "a": ""})
 
 
 def test_score_table_names_variants_and_steps_only_where_there_are_several(make_runs):
@@ -125,7 +157,10 @@ def test_the_figure_shown_is_the_gain_else_the_curves():
     names = list(plots)
     shown = []
     for count in range(len(names) + 1):
-        blocks = [Figure(name, "", "", plots[name]) for name in names[:count]]
+        blocks = [
+            Figure(name, "", "", plots[name], shows_gains=name == "ablation_vpg_all")
+            for name in names[:count]
+        ]
         found = results.shown_figure(Report("", [], blocks))
         shown.append(found and (found.name, found.plot))
     curves = ("overview", plots["overview"])
