@@ -29,6 +29,7 @@ from benchmark.report.formats import mean_std, number, unit_of, with_interval
 from benchmark.runs import SCORE_NAME, SCORE_WORDS
 
 ENOUGH_SEEDS = 10  # with fewer, intervals are too narrow
+SHORT_S = 60  # s of a run below which its speed means little
 TITLE_NAMES = 3  # environments that a report's title names
 CENTER_NAMES = {"iqm": "IQM", "mean": "mean"}
 HOW_TO_READ = (
@@ -134,6 +135,7 @@ def environment_blocks(env_id, runs, curves, rows, center):
     if len(blocks) == 1:
         blocks.append(Paragraph("No curve: no episode has ended yet, or no curve is stored."))
     blocks += published_notes(env_id, runs, rows)
+    blocks += speed_notes(runs)
     blocks.append(environment_table(env_id, runs, rows))
     return blocks
 
@@ -148,7 +150,14 @@ def published_rows(published, runs, env_id):
 
 
 def published_lines(rows, env_id):
-    """[(label, mean)] of published scores; labels name the algorithm if there are several."""
+    """[(label, mean)] of the published scores to draw; labels name several algorithms.
+
+    The curves are of training episodes, so scores of these are drawn, others only where there are
+    none.
+    """
+    alike = [row for row in rows if row["kind"] == "training"]
+    if alike:
+        rows = alike
     several = len({row["algorithm"] for row in rows}) > 1
     return [(published_label(row, env_id, several), row["mean"]) for row in rows]
 
@@ -206,6 +215,18 @@ def published_notes(env_id, runs, rows):
         text = f"Published scores are after {theirs} steps, these runs have {ours} steps."
         blocks.append(Paragraph(text))
     return blocks
+
+
+def speed_notes(runs):
+    """A paragraph where runs are too short for their speeds to mean much."""
+    walls = runs.loc[runs["state"] == "finished", "wall_seconds"]
+    if not (walls < SHORT_S).any():
+        return []
+    text = (
+        "Some runs lasted less than a minute. Their wall time and steps/s are mostly start-up "
+        "and compilation: don't compare speeds by them."
+    )
+    return [Paragraph(text)]
 
 
 def curves_figure(env_id, data, x, center):

@@ -5,7 +5,9 @@ All functions take a frame of benchmark.runs, in the order of analysis.in_order.
 
 import numpy as np
 
-SHORT = 0.9  # part of the planned steps below which a finished run is said to be short
+# Part of the planned steps below which a finished run is said to be short: whole rollouts may leave
+# out nearly half of them
+SHORT = 0.5
 
 
 def differences(runs):

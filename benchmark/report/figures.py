@@ -9,6 +9,7 @@ import io
 import math
 import re
 import textwrap
+from collections import Counter
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -196,7 +197,7 @@ def wrap_overview(variant, columns):
 def plot_curves(axes, data, x, looks, name_of):
     """Draws single runs and centers against x; name_of: variant and its rows -> its label."""
     curves = data[data["kind"] != "published"]
-    end = curves[x].max() or 1
+    end = end_of_axis(curves[x].max() or 1)
     unit, scale = unit_of(end) if x == "wall_time" else ("", 1)
     for variant, own in curves.groupby("variant", sort=False):
         color, style = looks[variant]
@@ -216,6 +217,15 @@ def plot_curves(axes, data, x, looks, name_of):
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=ROUND))
 
 
+def end_of_axis(end):
+    """The end of the horizontal axis: a round number where one is close, so that it has a tick."""
+    digits = 10 ** (math.floor(math.log10(end)) - 1)
+    nearest = math.ceil(end / digits) * digits
+    if nearest <= 1.02 * end:
+        return nearest
+    return end
+
+
 def beyond(limits, y):
     """Whether y is too far from the limits to be shown -> "above" or "below" them, else "".
 
@@ -231,12 +241,13 @@ def beyond(limits, y):
 
 
 def plot_published(axes, published):
-    """Draws published means as dashed lines, each with its own marker."""
+    """Draws published means as dashed lines, each with its own marker; counts those far off."""
     limits = axes.get_ylim()
+    outside = Counter()
     for i, (label, mean) in enumerate(zip(published["series"], published["value"])):
         side = beyond(limits, mean)
         if side:
-            axes.plot([], [], " ", label=wrap(f"{label}: {side} the picture", LEGEND_LETTERS))
+            outside[side] += 1
             continue
         axes.plot(
             (0.0, (i + 1) / (len(published) + 1), 1.0),
@@ -248,6 +259,9 @@ def plot_published(axes, published):
             marker=MARKERS[i % len(MARKERS)],
             label=wrap(label, LEGEND_LETTERS),
         )
+    for side, count in outside.items():
+        scores = "score is" if count == 1 else "scores are"
+        axes.plot([], [], " ", label=f"{count} published {scores} {side} the picture")
 
 
 def draw_intervals(plot, looks):

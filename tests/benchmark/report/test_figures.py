@@ -80,7 +80,13 @@ def test_published_scores_that_would_squeeze_the_curves_are_named_only():
     drawn = {line.get_label(): line for line in axes.lines[3:] if len(line.get_xdata())}
     assert list(drawn) == ["near"] and set(drawn["near"].get_ydata()) == {14.0}
     assert axes.get_ylim()[1] > 14
-    assert legend_of(figure)[1:] == ["near", "far: above the picture", "low: below the picture"]
+    outside = [f"1 published score is {side} the picture" for side in ("above", "below")]
+    assert legend_of(figure)[1:] == ["near", *outside]
+
+
+@pytest.mark.parametrize("end, expected", [(999_424, 1e6), (30_000, 3e4), (1, 1), (10.3, 10.3)])
+def test_an_axis_ends_at_a_round_number_where_one_is_close(end, expected):
+    assert figures.end_of_axis(end) == expected
 
 
 def test_overview_has_a_panel_for_each_environment_and_one_legend():

@@ -248,6 +248,7 @@ def test_report_shows_runs_that_are_short_or_not_finite(
 ):
     runs = tmp_path / "runs"
     make_run(runs / "short", returns=[1.0] * 3, total_timesteps=8000)
+    make_run(runs / "whole", returns=[1.0] * 3, total_timesteps=5000)  # but for its last episodes
     make_run(runs / "nan", seed=2, returns=[float("nan"), *[2.0] * 7])
     make_run(runs / "played", seed=3, returns=[3.0] * 8, evaluation=(float("inf"), 1.0))
     make_run(runs / "good", seed=4, returns=[4.0] * 8)
