@@ -25,12 +25,14 @@ import pandas as pd
 
 from benchmark.store import (
     ENDS,
+    LARGEST,
     STATES,
     Store,
     StoreError,
     last_line,
     planned_steps,
     read_evaluation,
+    whole_number,
 )
 from benchmark.variants import name_variants, unique_names, without_paths
 
@@ -105,7 +107,6 @@ NOT_IN_CSV = (
     "compared",
     "from_csv",
     "script_folder",
-    "script_hash",
     "suite_variant",
     "args",
     "defaults",
@@ -114,7 +115,15 @@ NOT_IN_CSV = (
 CSV_COLUMNS = [name for name in RUN_COLUMNS if name not in NOT_IN_CSV]
 NEEDED = ("run", "env_id", "script", "variant", "state")  # of runs.csv
 # What a damaged or half-written folder makes its readers raise
-DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+DAMAGE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+)
 
 
 @dataclass
@@ -235,7 +244,10 @@ class Reader:
         planned = name in plan["runs"]
         job = store.job(name)
         if planned:
-            row = planned_row(store, plan, name, job)
+            try:
+                row = planned_row(store, plan, name, job)
+            except DAMAGE as error:
+                self.troubles.append(f"{name}: its record in sweep.json is damaged ({said(error)})")
         if begun:
             try:
                 found, episodes = read_run(store.run_dir(name))
@@ -309,8 +321,8 @@ def read_run(folder):
     args = config["args"]
     steps = planned_steps(args)
     if steps is None and "total_timesteps" in args:
-        raise ValueError("total_timesteps in config.json is no number")
-    command = config["command"]
+        raise ValueError("total_timesteps in config.json is no number of steps")
+    command = config.get("command", [])
     script = Path(config.get("script") or command[0])
     episodes = read_episodes(folder / "episodes.csv")
     evaluation, damage = read_evaluation(folder)
@@ -328,9 +340,9 @@ def read_run(folder):
         "damage": damage,
         "begun": True,
         "planned_steps": np.nan if steps is None else steps,
-        "versions": versions_of(config["versions"]),
+        "versions": versions_of(config.get("versions", {})),
         "machine": machine_of(config),
-        "git_commit": str(config["git_commit"] or "unknown"),
+        "git_commit": str(config.get("git_commit") or "unknown"),
         "command": without_paths(shlex.join(["python", script.name, *command[1:]])),
     }
     row |= summary_of(episodes) | evaluation_of(evaluation)
@@ -347,10 +359,16 @@ def read_episodes(path):
         io.BytesIO(whole), usecols=EPISODE, dtype=float, float_precision="round_trip"
     )
     episodes = frame[list(EPISODE)]
-    if not np.isfinite(episodes[["global_step", "wall_seconds"]].to_numpy()).all():
-        raise ValueError("a step or a time in episodes.csv is no number")
+    if not are_steps(episodes["global_step"]) or not np.isfinite(episodes["wall_seconds"]).all():
+        raise ValueError("a step or a time in episodes.csv is none")
     ascending = episodes[["global_step", "wall_seconds"]].cummax()
     return episodes.assign(**ascending)
+
+
+def are_steps(values):
+    """Whether all values of a column are whole, and small enough to be counted."""
+    values = values.to_numpy()
+    return ((np.abs(values) <= LARGEST) & (values == np.floor(values))).all()
 
 
 def hash_of(path):
@@ -491,15 +509,16 @@ def write_csv(folder, runs, curves):
 
 def read_table(path, needed):
     """The lines of a CSV as dicts of str. Raises DAMAGE, also if a column of needed is missing."""
-    with open(path, newline="", encoding="utf-8") as file:
+    with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets begin with a mark
         reader = csv.DictReader(file, restval="")
-        missing = [name for name in needed if name not in (reader.fieldnames or ())]
-        if missing:
-            raise ValueError(f"it has no column {', '.join(missing)}")
         try:
-            return list(reader)
+            missing = [name for name in needed if name not in (reader.fieldnames or ())]
+            lines = list(reader)
         except csv.Error as error:
             raise ValueError(str(error)) from None
+    if missing:
+        raise ValueError(f"it has no column {', '.join(missing)}")
+    return lines
 
 
 def read_runs_csv(path):
@@ -532,6 +551,8 @@ def row_of(cells):
             row[name] = truth_of(name, cell)
         elif kind in (NUMBER, WHOLE):
             row[name] = number_of(name, cell)
+            if kind is WHOLE and cell and whole_number(row[name]) is None:
+                raise ValueError(f"{name} is no whole number: {cell[:50]}")
     seed = cells.get("seed", "")
     row["seed"] = int(seed) if seed.isdecimal() else seed
     empty = [name for name in NEEDED if not row[name]]
@@ -581,7 +602,9 @@ def read_curves_csv(path, names):
         points = points[list(EPISODE)].sort_values("global_step", kind="stable")
         if name not in names:
             troubles.append(f"the run {name} isn't in runs.csv; curves.csv")
-        elif not np.isfinite(points[["global_step", "return"]].to_numpy()).all():
+        elif (
+            not (points["global_step"] <= LARGEST).all() or not np.isfinite(points["return"]).all()
+        ):
             troubles.append(f"{name}: a step or a return is no number; curves.csv")
         else:
             curves[name] = points

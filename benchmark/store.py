@@ -21,7 +21,6 @@ import errno
 import fcntl
 import json
 import math
-import sys
 import time
 from pathlib import Path
 
@@ -50,6 +49,7 @@ JOB = {
 AFRESH = {"state": "waiting", "failures": 0, "error": ""}  # how a new session begins with a run
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 TAIL_BYTES = 2**14  # of episodes.csv: more than a hundred rows
+LARGEST = 2**53  # of a count: above it, floats skip whole numbers
 RECENT = 100  # rows that tell a run's speed and return
 LOG_BYTES = 2**12  # of the end of a log that are searched for its last line
 LONGEST_LINE = 300  # characters of a log's last line that are told
@@ -185,6 +185,8 @@ class Store:
             value = written.get(key, default)
             if isinstance(value, type(default)):
                 job[key] = value
+        for key in ("error", "place"):  # shown to people; JSON may hold what isn't text
+            job[key] = job[key].encode(errors="backslashreplace").decode()
         if job["state"] not in STATES:
             job["state"] = "waiting"
         if is_finished(self.run_dir(name)):
@@ -220,17 +222,24 @@ def is_record(record):
     if not isinstance(record, dict):
         return False
     whole = all(isinstance(record.get(key), kind) for key, kind in RECORD.items())
-    return whole and all(isinstance(word, str) for word in record["words"])
+    if not whole or whole_number(record["seed"]) is None:
+        return False
+    return all(isinstance(word, str) for word in record["words"])
 
 
 def planned_steps(args):
-    """The total_timesteps of a run's args, an int, or None where they are no finite number."""
+    """The total_timesteps of a run's args, an int, or None where they are no whole number."""
     steps = args.get("total_timesteps")
     if isinstance(steps, bool) or not isinstance(steps, (int, float)):
         return None
-    if not abs(steps) <= sys.float_info.max:  # not a number, infinite, or an int beyond floats
+    return whole_number(steps)
+
+
+def whole_number(value):
+    """A number as int, or None if it isn't whole, isn't finite or is too large to be a count."""
+    if not abs(value) <= LARGEST or value != int(value):
         return None
-    return int(steps)
+    return int(value)
 
 
 def read_evaluation(run_dir):
@@ -300,12 +309,12 @@ def read_last_episodes(path):
     for line in lines[-RECENT:]:
         row = dict(zip(names, line.split(",")))
         try:
-            step = int(row["global_step"])
+            step = whole_number(float(row["global_step"]))
             wall = float(row["wall_seconds"])
             episode_return = float(row["return"])
         except (KeyError, ValueError):
             continue
-        if math.isfinite(wall):
+        if step is not None and math.isfinite(wall):
             episodes.append((step, wall, episode_return))
     return episodes
 

@@ -87,12 +87,21 @@ def name_script(rows):
 def own_flags(rows):
     """The flags of each of a script's runs that differ from its defaults, a list of dicts.
 
-    A run that doesn't know its defaults gets those of another run. If no run knows them, the flags
-    that all runs share count as defaults.
+    A run that doesn't know its defaults gets those of another run, rather of a script in the same
+    folder. If no run knows them, the flags that all runs share count as defaults.
     """
-    known = [row["defaults"] for row in rows if row["defaults"]]
-    usual = known[0] if known else common([row["args"] for row in rows if row["args"]])
-    return [changed_flags(row["args"] or {}, row["defaults"] or usual) for row in rows]
+    by_place = {}
+    for row in rows:
+        if row["defaults"]:
+            by_place.setdefault(row["script_folder"], row["defaults"])
+    usual = common([row["args"] for row in rows if row["args"]])
+    if by_place:
+        usual = next(iter(by_place.values()))
+    found = []
+    for row in rows:
+        defaults = row["defaults"] or by_place.get(row["script_folder"], usual)
+        found.append(changed_flags(row["args"] or {}, defaults))
+    return found
 
 
 def common(dicts):
@@ -189,7 +198,18 @@ def hash_labels(rows):
 
 
 def tell_apart(rows):
-    """Adds the flags to the names of variants that share a name but not their flags."""
+    """Adds what differs to the names of variants that share a name: the script's text, the flags.
+
+    Names that come from CSVs may be those of others.
+    """
+    hashes = defaultdict(set)
+    for row in rows:
+        if row["script_hash"]:
+            hashes[row["variant"], row["compared"]].add(row["script_hash"])
+    for row in rows:
+        if row["script_hash"] and len(hashes[row["variant"], row["compared"]]) > 1:
+            for name in ("family", "variant"):
+                row[name] += f" (text {row['script_hash']})"
     flags = defaultdict(set)
     for row in rows:
         flags[row["variant"], row["compared"]].add(row["flags"])

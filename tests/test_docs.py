@@ -24,6 +24,7 @@ import pytest
 import tyro
 from gymnasium.utils.env_checker import check_env
 
+from benchmark import runs
 from benchmark.store import read_evaluation, read_progress
 from benchmark.suite import SuiteError, read_suite
 
@@ -472,3 +473,5 @@ def test_the_example_of_a_script_can_be_swept(tmp_path):
     subprocess.run([sys.executable, script, "--resume", folder], cwd=tmp_path, check=True)
     assert len(read_evaluation(folder)[0]) == 10
     assert read_progress(folder, 10**9)["step"] > stopped_at
+    reported = runs.read([folder])
+    assert reported.troubles == [] and reported.runs["score"].notna().all()

@@ -83,10 +83,12 @@ def read_runs(args, folder):
     for paths, compared in ((args.runs, False), (args.compare, True)):
         found = (data.runs["compared"] == compared).any()
         if paths and not found and not args.watch:
-            refuse(
-                f"no run in {', '.join(map(str, paths))}: a run's folder has a config.json, a "
-                "sweep's a sweep.json, a report's a runs.csv"
+            advice = (
+                "a run's folder has a config.json, a sweep's a sweep.json, a report's a runs.csv"
             )
+            if data.troubles:
+                advice = data.troubles[0]
+            refuse(f"no run in {', '.join(map(str, paths))}: {advice}")
     return data
 
 

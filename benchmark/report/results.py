@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import tyro
 
 from benchmark.report import algorithms, analysis, contents, figures, page
 from benchmark.report.blocks import (
@@ -239,7 +240,22 @@ def write_results(found, published):
         figures.write_png(drawn, folder / f"{shown.name}.png", DPI)
 
 
+@dataclass
+class Flags:
+    """There are none."""
+
+
 def main():
+    tyro.cli(Flags, prog="python -m benchmark.report.results", description=__doc__)
+    try:
+        redraw()
+    except (OSError, ValueError, LookupError) as error:
+        print(f"error: can't redraw the results: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def redraw():
+    """Writes everything. Raises OSError, ValueError, LookupError where a file isn't as needed."""
     results = read_results()
     published = read_published()
     for found in results:
@@ -249,10 +265,7 @@ def main():
     tables = make_tables(results, published)
     for path in pages():
         text = path.read_text(encoding="utf-8")
-        try:
-            filled = fill_tables(text, tables)
-        except LookupError as error:
-            sys.exit(f"error: {path.name}: {error.args[0]}")
+        filled = fill_tables(text, tables)
         if filled != text:
             print(path.relative_to(ROOT))
             page.write(path, filled)

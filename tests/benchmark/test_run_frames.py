@@ -174,9 +174,12 @@ def test_old_runs_name_script_and_defaults_in_no_place(tmp_path, make_run):
         ("episodes.csv", "1000,0.5", "what,0.5"),
         ("episodes.csv", "2000,1.0,0,2.0", "2000,1.0,0,what"),
         ("episodes.csv", "wall_seconds", "time"),
+        ("episodes.csv", "1000,0.5", "1000.5,0.5"),
+        ("episodes.csv", "2000,1.0", "1e300,1.0"),
         ("config.json", '"total_timesteps": 2000', '"total_timesteps": "many"'),
+        ("config.json", '"total_timesteps": 2000', '"total_timesteps": 0.5'),
+        ("config.json", '"total_timesteps": 2000', '"total_timesteps": Infinity'),
         ("config.json", '{"args": {', '{"args": [{'),
-        ("config.json", '"git_commit"', '"commit"'),
         ("config.json", '"env_id": "CartPole-v1", "seed": 1, "run_name": "bad"', '"x": 1'),
     ],
 )
@@ -187,6 +190,16 @@ def test_one_damaged_run_is_named_and_the_others_read(tmp_path, make_run, file, 
     assert list(data.runs["run"]) == ["good"]
     (trouble,) = data.troubles
     assert trouble.startswith("bad: not a run, damaged or just begun (")
+
+
+def test_what_a_custom_script_may_leave_out(tmp_path, make_run):
+    folder = make_run(tmp_path / "a")
+    config = json.loads((folder / "config.json").read_text())
+    config = {name: config[name] for name in ("args", "script")}
+    (folder / "config.json").write_text(json.dumps(config))
+    row = only(read([folder]))
+    assert (row["state"], row["script"], row["score"]) == ("finished", "vpg", 1.5)
+    assert (row["versions"], row["git_commit"], row["command"]) == ("", "unknown", "python vpg.py")
 
 
 def test_bytes_that_are_no_text_are_a_trouble(tmp_path, make_run):
@@ -477,6 +490,13 @@ def test_csvs_beside_folders(tmp_path, make_run):
         (",finished,", ",odd,", "line 3 (b): the state odd is unknown; runs.csv of csv"),
         (",CartPole-v1,", ",,", "line 3 (b): no env_id; runs.csv of csv"),
         (",True,finished", ",Yes,finished", "line 3 (b): base is Yes, neither True nor False"),
+        (",2000,", ",2000.5,", "line 3 (b): planned_steps is no whole number: 2000.5; runs.csv"),
+        (",2000,", ",1e400,", "line 3 (b): planned_steps is no whole number: 1e400; runs.csv"),
+        (
+            "run,",
+            "x" * 200_000 + ",run,",
+            "runs.csv of csv can't be read (ValueError: field larger",
+        ),
     ],
 )
 def test_damage_in_runs_csv_is_a_trouble(tmp_path, make_run, old, new, trouble):
@@ -488,6 +508,7 @@ def test_damage_in_runs_csv_is_a_trouble(tmp_path, make_run, old, new, trouble):
     path = tmp_path / "csv" / "runs.csv"
     lines = path.read_text().splitlines(keepends=True)
     place = 0 if old == "run," else 2
+    lines[0] = "\ufeff" + lines[0]  # as spreadsheets begin their CSVs
     assert old in lines[place]
     lines[place] = lines[place].replace(old, new, 1)
     path.write_text("".join(lines))
@@ -510,6 +531,7 @@ def test_points_of_a_curve_are_put_in_order(tmp_path, make_run):
         ("run,global_step\na,1\n", "curves.csv of csv can't be read (ValueError"),
         ("run,global_step,wall_seconds,return\na,x,1,2\n", "curves.csv of csv can't be read"),
         ("run,global_step,wall_seconds,return\na,1,1,\n", "a: a step or a return is no number;"),
+        ("run,global_step,wall_seconds,return\na,1e308,1,1\n", "a: a step or a return is no"),
         ("run,global_step,wall_seconds,return\nz,1,1,1\n", "the run z isn't in runs.csv;"),
     ],
 )

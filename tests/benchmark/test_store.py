@@ -235,6 +235,8 @@ def write_episodes(folder, text):
     [
         (5, 5),
         (1e6, 1_000_000),
+        (0.5, None),
+        (2**53 + 1, None),
         (True, None),
         ("9", None),
         (None, None),
@@ -249,6 +251,12 @@ def test_planned_steps_are_finite_numbers(steps, expected):
     assert planned_steps({}) is None
 
 
+def test_an_error_that_cannot_be_printed_is_spelled_out(store):
+    written = {"state": "failed", "error": "\ud800", "session": "now"}
+    store.job_file("a").write_text(json.dumps(written))
+    assert store.job("a")["error"] == "\\ud800"
+
+
 def test_progress_is_in_the_last_episodes(tmp_path):
     write_episodes(tmp_path / "a", f"{HEADER}100,2.0,0,5.0,9,truncation\n300,4.0,1,8.0,9,x\n")
     assert read_progress(tmp_path / "a", 1000) == {
@@ -257,6 +265,12 @@ def test_progress_is_in_the_last_episodes(tmp_path):
         "eta_s": 7.0,
         "return": 6.5,
     }
+
+
+def test_progress_takes_whole_floats_and_leaves_out_what_is_no_step(tmp_path):
+    rows = f"100.0,2.0,0,5.0,9,x\n{'9' * 400},3.0,0,6.0,9,x\n7.5,3.0,0,6.0,9,x\n"
+    write_episodes(tmp_path / "a", HEADER + rows)
+    assert read_progress(tmp_path / "a", 1000)["step"] == 100
 
 
 def test_progress_of_the_first_episode(tmp_path):

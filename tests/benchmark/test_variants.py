@@ -231,6 +231,14 @@ def test_a_copy_with_another_text_in_another_folder_is_told_by_both():
     assert variants_of(*rows) == ["vpg (me, c1)", "vpg (me, c2)", "vpg (other)"]
 
 
+def test_a_run_without_defaults_has_those_of_its_own_script():
+    """Not those of a copy in another folder."""
+    mine = "/home/me/mine"
+    copies = make(script_folder=mine, defaults=DEFAULTS | {"gamma": 0.9}, gamma=0.9)
+    rows = (copies, make(), make(defaults=None), make(script_folder=mine, defaults=None, gamma=0.9))
+    assert bases_of(*rows) == [True, True, True, True]
+
+
 def test_the_mark_tells_a_copy_to_compare_with():
     rows = (make(script_hash="11"), make(script_hash="22", git_commit="old", compared=True))
     assert variants_of(*rows) == ["vpg", "vpg (old)"]
@@ -245,6 +253,9 @@ def test_names_of_a_csv_stay_as_they_are():
     assert variants_of(row | {"compared": True})[0] == "vpg quick (abc)"
     other = row | {"variant": "vpg", "flags": "--gamma 0.9"}
     assert variants_of(make(), other) == ["vpg", "vpg --gamma 0.9"]
+    assert bases_of(make(), other) == [True, False]
+    texts = (make(script_hash="11"), row | {"variant": "vpg", "script_hash": "22"})
+    assert variants_of(*texts, other | {"flags": ""}) == ["vpg (text 11)", "vpg (text 22)", "vpg"]
     assert variants_of(row, row, row | {"planned_steps": 7})[2] == "vpg quick --total-timesteps 7"
 
 

@@ -644,6 +644,7 @@ def test_watch_ends_quietly_with_ctrl_c_and_sigterm(
         ),
         (["{}/empty"], "error: no run in {}/empty: a run's folder has a config.json"),
         (["{}/runs", "--compare", "{}/empty"], "error: no run in {}/empty"),
+        (["{}/damaged"], "error: no run in {}/damaged: runs.csv of damaged can't be read (V"),
         (["{}/runs", "--interval", "0"], "error: --interval must be at least one second"),
         (["{}/runs", "--out", "{}/runs/one/config.json"], "error: can't draw the report: [Errno"),
     ],
@@ -651,6 +652,8 @@ def test_watch_ends_quietly_with_ctrl_c_and_sigterm(
 def test_bad_input_gets_a_sentence(tmp_path, run_report, make_run, capsys, words, sentence):
     make_run(tmp_path / "runs" / "one")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "runs.csv").write_text("x\n")
     with pytest.raises(SystemExit) as stop:
         run_report(*(word.format(tmp_path) for word in words))
     error = capsys.readouterr().err

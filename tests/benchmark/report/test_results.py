@@ -1,6 +1,7 @@
 """What is redrawn from the committed CSVs, and that the committed pages have it."""
 
 import math
+import sys
 
 import pandas as pd
 import pytest
@@ -120,6 +121,22 @@ def test_score_table_names_variants_and_steps_only_where_there_are_several(make_
     table = results.score_table(make_runs(*rows), PUBLISHED)
     assert table.header[:3] == ("environment, variant", "steps", "seeds")
     assert table.rows[1][:4] == ("CartPole-v1, `vpg x`", "1,000,000", "0 of 1", "-")
+
+
+@pytest.mark.parametrize("words, code", [(["--help"], 0), (["x"], 2), ([], 2)])
+def test_nothing_is_redrawn_by_mistake(tmp_path, monkeypatch, capsys, words, code):
+    """After a wrong word, or from damaged CSVs."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "runs.csv").write_text("x\n")
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["results", *words])
+    with pytest.raises(SystemExit) as stop:
+        results.main()
+    assert stop.value.code == code
+    if not words:
+        said = capsys.readouterr().err
+        assert said.startswith("error: can't redraw the results: runs.csv of a") and "\n" in said
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["runs.csv"]
 
 
 def published(env_id):
