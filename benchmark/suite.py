@@ -45,7 +45,10 @@ MOST_RUNS = 100_000  # in a suite: more are a mistake
 
 
 class SuiteError(Exception):
-    """What is wrong with a suite, in one sentence."""
+    """What is wrong with a suite, in one sentence and one line, whatever it quotes."""
+
+    def __init__(self, message):
+        super().__init__(" ".join(message.splitlines()))
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def read_tables(path):
     """The tables [[runs]] of a suite's file. Raises SuiteError."""
     try:
         tables = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise SuiteError(f"can't read the suite {path}: {error}") from None
     runs = tables.get("runs")
     are_tables = isinstance(runs, list) and runs and all(isinstance(x, dict) for x in runs)

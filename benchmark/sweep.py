@@ -33,7 +33,17 @@ from benchmark import ROOT, engines
 from benchmark.engines import EngineError
 from benchmark.flags import MAY_CHANGE
 from benchmark.status import make_rows, make_table, progress_lines, summary
-from benchmark.store import ENDS, RECORD, NoLocks, Store, hold, is_held, last_line, read_json
+from benchmark.store import (
+    ENDS,
+    RECORD,
+    NoLocks,
+    Store,
+    hold,
+    is_held,
+    last_line,
+    may_be_held,
+    read_json,
+)
 from benchmark.suite import SuiteError, read_suite
 
 POLL_S = 0.5  # s between two looks at the runs
@@ -262,6 +272,13 @@ class Sweep:
             raise
         self.given |= marks
 
+    def last_job(self, name):
+        """Store.job(name), in which a run waits whose worker is gone without a word."""
+        job = self.store.job(name)
+        if job["state"] == "running" and not may_be_held(self.store.job_lock(name)):
+            return job | {"state": "waiting"}
+        return job
+
     def watch(self):
         """Looks after the runs until all are at their ends, or a signal comes."""
         while not self.stopping and self.unfinished():
@@ -307,7 +324,7 @@ class Sweep:
                 flush=True,
             )
             said = self.engine.stop()
-        self.jobs = {name: self.store.job(name) for name in self.runs}
+        self.jobs = {name: self.last_job(name) for name in self.runs}
         self.screen.sum_up(self.jobs)
         if said:
             print(said)
@@ -416,7 +433,7 @@ def read_flags(words):
         args=words,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
-    if flags.sweep.stall_minutes <= 0 or flags.sweep.retries < 0:
+    if not flags.sweep.stall_minutes > 0 or flags.sweep.retries < 0:  # it may be nan
         refuse("--stall-minutes must be above 0, and --retries 0 or above")
     if flags.sweep.dir == "":
         refuse("--dir must name a folder")

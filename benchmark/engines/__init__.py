@@ -38,6 +38,7 @@ from benchmark.worker import ANSWER_S, STOP_S
 
 # s until a worker that was asked to stop is gone: after STOP_S it kills its run
 GONE_S = STOP_S + 10
+SMALLEST_SHARE = 0.001  # of a GPU: less is a mistake
 # A flag that may be given several times, each time with one word: --backend-arg=--network=host
 Words = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="WORD")]
 # A backend's module, its dataclass of flags and its class
@@ -119,6 +120,10 @@ class Flags:
         check(self.workers is None or self.workers >= 1, "--workers must be above 0")
         check(self.cpus_per_run >= 1, "--cpus-per-run must be above 0")
         check(0 <= self.gpus_per_run < math.inf, "--gpus-per-run must be 0 or above")
+        check(
+            self.gpus_per_run == 0 or self.gpus_per_run >= SMALLEST_SHARE,
+            f"--gpus-per-run must be 0, or {SMALLEST_SHARE:g} or more",
+        )
         check(
             self.gpus_per_run < 1 or self.gpus_per_run % 1 == 0,
             "--gpus-per-run must be a whole number, or below 1 for runs that share a GPU",

@@ -4,11 +4,12 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass
 
-from benchmark.engines import GONE_S, EngineError, Flags, python_path, worker_command
+from benchmark.engines import GONE_S, EngineError, Flags, ask, python_path, worker_command
 from benchmark.worker import die_with_parent
 
 
@@ -31,7 +32,11 @@ def usable_gpus():
         return [gpu for gpu in visible.split(",") if gpu and gpu != "-1"]
     if not shutil.which("nvidia-smi"):
         return []
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
+    try:
+        listed = ask(["nvidia-smi", "--list-gpus"])
+    except OSError as error:
+        print(f"no GPUs: {error}", file=sys.stderr)
+        return []
     lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU")]
     return [str(i) for i in range(len(lines))]
 

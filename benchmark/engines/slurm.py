@@ -4,6 +4,8 @@ The tasks go on without this process, which only watches them and submits again 
 The submitted jobs are in slurm.json, in the sweep's folder.
 """
 
+import math
+import re
 import shlex
 import shutil
 import sys
@@ -74,13 +76,23 @@ class SlurmFlags(MemoryFlags):
 def seconds_of(limit):
     """A time limit in seconds; infinite if there is none, or one of days, which is long enough.
 
-    limit: minutes, minutes:seconds or hours:minutes:seconds. sbatch says what is wrong with others.
+    limit: minutes, minutes:seconds or hours:minutes:seconds; of 0, there is none. sbatch says what
+    is wrong with others.
     """
     parts = (limit or "").split(":")
-    if len(parts) > 3 or not all(part.isdigit() for part in parts):
-        return float("inf")
+    if len(parts) > 3 or not all(part.isdecimal() for part in parts):
+        return math.inf
     units = (3600, 60, 1) if len(parts) == 3 else (60, 1)
-    return sum(int(part) * unit for part, unit in zip(parts, units))
+    return sum(int(part) * unit for part, unit in zip(parts, units)) or math.inf
+
+
+def read_jobs(path):
+    """The jobs in slurm.json: {job's id: names of its tasks}. Damaged ones are left out."""
+    jobs = {}
+    for job, names in read_json(path).items():
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            jobs[job] = names
+    return jobs
 
 
 class Slurm:
@@ -97,7 +109,7 @@ class Slurm:
     def __init__(self, store, runs, flags):
         self.store = store
         self.flags = flags
-        self.jobs = read_json(store.slurm_jobs)
+        self.jobs = read_jobs(store.slurm_jobs)
         self.queued = None
         self.asked = 0.0
         self.refused = 0.0
@@ -202,8 +214,9 @@ class Slurm:
             if self.queued is None:
                 raise EngineError(f"{error}: try again later") from None
             raise
-        lines = [line.split() for line in asked.stdout.splitlines()]
-        return {(job, task) for job, task in lines if job in self.jobs}
+        # Lines of other jobs may have other words
+        tasks = re.findall(r"^ *(\d+) +(\d+) *$", asked.stdout, re.MULTILINE | re.ASCII)
+        return {(job, task) for job, task in tasks if int(task) < len(self.jobs.get(job, ()))}
 
     def stop(self):
         jobs = " ".join(self.jobs)

@@ -28,7 +28,13 @@ from typing import Annotated, Literal
 import tyro
 
 from benchmark.speed import chart
-from benchmark.speed.measure import MeasureError, describe_machine, measure, measure_other
+from benchmark.speed.measure import (
+    MeasureError,
+    RefusedError,
+    describe_machine,
+    measure,
+    measure_other,
+)
 from benchmark.speed.peers import FULL_STEPS, PEER, PROGRAMS, TASKS, Work
 from benchmark.speed.tables import NOTE, frame, tables, title
 
@@ -95,7 +101,9 @@ def parse_args():
 
 
 def check_output(path):
-    """Makes the file and its folder now: what was measured must not be lost."""
+    """Makes the CSV and its folder now: what was measured must not be lost."""
+    if path.suffix != ".csv":
+        refuse(f"--out {path} must end in .csv")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
@@ -149,6 +157,8 @@ def main():
             for row in measure_script(script, args, commands):
                 announce(row)
                 rows.append(row | {"machine": machine})
+    except RefusedError as error:
+        refuse(str(error).removeprefix("error: "))
     except MeasureError as error:
         sys.exit(f"error: {error}")
     finally:  # what was measured before a program failed is kept

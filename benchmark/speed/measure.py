@@ -14,7 +14,8 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from benchmark.speed.peers import BOUNDS, FULL_STEPS, PROGRAMS, ROOT, WORKERS, command_of
+from benchmark.speed.peers import BOUNDS, FULL_STEPS, OURS, PROGRAMS, ROOT, WORKERS, command_of
+from benchmark.worker import BAD_INPUT
 
 PACKAGES = ("torch", "gymnasium", "mujoco", "numpy", "stable-baselines3", "sb3-contrib")
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -24,11 +25,24 @@ class MeasureError(Exception):
     """A program failed or printed no speed; the text is a sentence for the user."""
 
 
+class FailedError(MeasureError):
+    """A program ended with an exit code that isn't 0. said: what it printed."""
+
+    def __init__(self, title, code, said):
+        super().__init__(f"{title} failed with exit code {code}:\n{said[-1000:]}")
+        self.code = code
+        self.said = said
+
+
+class RefusedError(MeasureError):
+    """A script refused its flags; the text is the last line that it printed."""
+
+
 def measure(program, work, cache):
     """Runs a program of PROGRAMS once, in a folder of its own -> dict, a row without its round.
 
     cache: folder of the compiler's cache, which is empty if the folder isn't there. Raises
-    MeasureError.
+    MeasureError, RefusedError where a script of ours refuses its flags.
     """
     was_there = cache.exists()
     with tempfile.TemporaryDirectory() as folder:
@@ -38,7 +52,12 @@ def measure(program, work, cache):
         if program in WORKERS:
             settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         title = PROGRAMS[program].title
-        process = run(title, command_of(program, work), folder, settings)
+        try:
+            process = run(title, command_of(program, work), folder, settings)
+        except FailedError as error:
+            if error.code != BAD_INPUT or program not in OURS:
+                raise
+            raise RefusedError(error.said.strip().rpartition("\n")[-1]) from None
         figures = steady_state(read_marks(program, folder), process.began, process.ended)
     figures |= {"peak_mb": process.peak_mb, "others_cores": process.others_cores}
     if program in BOUNDS:  # nobody would run these for themselves
@@ -95,7 +114,7 @@ class Process:
 
 
 def run(title, command, folder, settings, **options):
-    """Runs a command in folder, unless told otherwise -> Process. Raises MeasureError if it fails.
+    """Runs a command in folder, unless told otherwise -> Process. Raises FailedError if it fails.
 
     What it prints goes to output.txt there.
     """
@@ -116,8 +135,7 @@ def run(title, command, folder, settings, **options):
     process.returncode = os.waitstatus_to_exitcode(status)
     said = path.read_text(errors="replace")
     if process.returncode:
-        code = process.returncode
-        raise MeasureError(f"{title} failed with exit code {code}:\n{said[-1000:]}")
+        raise FailedError(title, process.returncode, said)
     others_cores = None
     if busy is not None:
         used = busy_seconds() - busy - usage.ru_utime - usage.ru_stime

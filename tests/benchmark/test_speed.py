@@ -17,7 +17,7 @@ import ppo_atari_lstm
 import ppo_continuous_action
 from benchmark.speed import __main__ as command
 from benchmark.speed import chart, measure, peers, tables
-from benchmark.speed.measure import MeasureError
+from benchmark.speed.measure import FailedError, MeasureError, RefusedError
 from benchmark.speed.peers import Work
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,6 +94,28 @@ def test_other_programs_that_fail_or_print_no_speed():
         measure.measure_other("Mine", "echo nothing", work)
     with pytest.raises(MeasureError, match="Mine failed with exit code 3"):
         measure.measure_other("Mine", "exit 3", work)
+
+
+@pytest.mark.parametrize(
+    "program, code, expected, said",
+    [
+        ("plainrl", 2, RefusedError, "error: no environment x"),
+        ("plainrl --amp", 2, RefusedError, "error: no environment x"),
+        ("plainrl", 1, FailedError, "PlainRL failed with exit code 1:\nwarming up\n"),
+        ("sb3", 2, FailedError, "Stable-Baselines3 failed with exit code 2:\nwarming up\n"),
+    ],
+)
+def test_a_script_that_refuses_its_flags_has_said_why(
+    program, code, expected, said, tmp_path, monkeypatch
+):
+    """In its last line. What else fails is told at length."""
+    text = f"echo warming up; echo 'error: no environment x'; echo; exit {code}"
+    monkeypatch.setattr(measure, "command_of", lambda *_: ["sh", "-c", text])
+    work = Work("ppo_atari", "x", 1, 1)
+    with pytest.raises(MeasureError) as error:
+        measure.measure(program, work, tmp_path / "cache")
+    assert type(error.value) is expected and str(error.value).startswith(said)
+    assert expected is FailedError or str(error.value) == said
 
 
 def test_the_environment_alone_is_run_as_a_user_runs_it(tmp_path):
@@ -382,6 +404,18 @@ def test_command_keeps_what_it_measured_before_a_program_failed(run_command, tmp
     assert list(found["program"]) == ["plainrl", "sb3", "env", "arithmetic"]
 
 
+def test_command_ends_with_the_sentence_of_a_script_that_refuses_its_flags(
+    run_command, monkeypatch, capsys
+):
+    def refuse(*_):
+        raise RefusedError("error: no environment x")
+
+    monkeypatch.setattr(command, "measure", refuse)
+    with pytest.raises(SystemExit, match="2"):
+        run_command("--env-id", "x")
+    assert capsys.readouterr().err == "error: no environment x\n"
+
+
 @pytest.mark.parametrize(
     "flags, sentence",
     [
@@ -391,6 +425,7 @@ def test_command_keeps_what_it_measured_before_a_program_failed(run_command, tmp
         (["ddpg_continuous_action", "--steps", "299"], "needs --steps 300"),
         (["--rounds", "3"], "--rounds must be 4 or more"),
         (["--amp"], "--amp: no such flag in ppo_continuous_action"),
+        (["--out", "/proc/speed.md"], "--out /proc/speed.md must end in .csv"),
         (["--other", "x"], "NAME=COMMAND"),
         (["--other", "=ls"], "NAME=COMMAND"),
         (["--other", "sb3=ls"], "the name none of"),
@@ -404,10 +439,12 @@ def test_command_refuses_bad_flags(flags, sentence, run_command, capsys):
 
 
 def test_command_refuses_at_once_a_file_that_it_cannot_write(run_command, tmp_path, capsys):
+    path = tmp_path / "folder.csv"
+    path.mkdir()
     with pytest.raises(SystemExit, match="2"):
-        run_command("--out", tmp_path)
+        run_command("--out", path)
     said = capsys.readouterr()
-    assert f"can't write {tmp_path} (Is a directory): give another file" in said.err
+    assert f"can't write {path} (Is a directory): give another file" in said.err
     assert "round" not in said.out
 
 

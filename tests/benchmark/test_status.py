@@ -2,6 +2,7 @@ import errno
 import fcntl
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -102,6 +103,14 @@ def test_a_finished_run_without_evaluation_episodes(lab):
     lab.store.run_dir(name).mkdir()
     write_json(lab.store.run_dir(name) / "evaluation.json", {"returns": []})
     assert cells_of(row_of(lab, state="finished"))[-2:] == ["", ""]
+
+
+def test_an_evaluation_that_is_no_number_is_none(lab):
+    """JSON has no NaN."""
+    name = lab.make_folder("Good-v0")
+    lab.store.run_dir(name).mkdir()
+    write_json(lab.store.run_dir(name) / "evaluation.json", {"returns": [1.0, math.nan]})
+    assert row_of(lab, state="finished")["evaluation"] is None
 
 
 def test_a_damaged_evaluation_is_noted(lab):

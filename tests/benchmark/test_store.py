@@ -1,6 +1,7 @@
 import errno
 import fcntl
 import json
+import os
 import subprocess
 import sys
 
@@ -44,14 +45,19 @@ def store(tmp_path):
     return store
 
 
+def break_locks(monkeypatch, number):
+    """Lets each lock end with this errno."""
+
+    def flock(*_):
+        raise OSError(number, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
 @pytest.fixture
 def no_locks(monkeypatch):
     """A file system without locks."""
-
-    def flock(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    break_locks(monkeypatch, errno.ENOLCK)
 
 
 def finish(store, name, text='{"returns": [1.0]}'):
@@ -339,6 +345,8 @@ def test_a_runs_last_sign_of_life(store):
     episodes = store.run_dir("a") / "episodes.csv"
     subprocess.run(["touch", "-d", "2100-01-01", episodes], check=True)
     assert store.last_written("a") == episodes.stat().st_mtime > store.log_file("a").stat().st_mtime
+    os.utime(store.run_dir("a"), (5e9, 5e9))  # later than 2100
+    assert store.last_written("a") == 5e9
 
 
 def test_a_lock_is_free_or_held(tmp_path):
@@ -363,6 +371,30 @@ def test_no_locks_are_not_free_locks(tmp_path, no_locks):
         hold(tmp_path / "lock")
     with pytest.raises(NoLocks):
         is_held(tmp_path / "lock")
+
+
+@pytest.mark.parametrize("name", ["ENOLCK", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EINVAL"])
+def test_file_systems_say_in_many_ways_that_they_have_no_locks(tmp_path, monkeypatch, name):
+    break_locks(monkeypatch, getattr(errno, name))
+    with pytest.raises(NoLocks):
+        hold(tmp_path / "lock")
+
+
+@pytest.mark.parametrize("looks, expected", [(2, True), (3, False)])
+def test_who_only_looks_at_a_lock_keeps_nobody_from_it(tmp_path, monkeypatch, looks, expected):
+    """is_held() has it for a moment."""
+    answers = [BlockingIOError()] * looks
+    monkeypatch.setattr(module, "LOCK_PAUSE_S", 0)
+
+    def flock(*_):
+        if answers:
+            raise answers.pop()
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    lock = hold(tmp_path / "lock")
+    assert (lock is not None) == expected and not answers
+    if lock:
+        lock.close()
 
 
 def test_a_folder_that_is_away_is_no_file_system_without_locks(tmp_path, monkeypatch):

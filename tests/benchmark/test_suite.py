@@ -70,6 +70,9 @@ def test_a_runs_args_are_those_of_its_config_json(lab):
     "text, sentence",
     [
         ('env_ids = ["A"\nseeds = 1', "can't read the suite"),
+        pytest.param(
+            f"env_ids = {'[' * 5000}{']' * 5000}\nseeds = 1", "can't read the suite", id="nested"
+        ),
         ('env_ids = ["A"]', "without seeds"),
         ('env_ids = ["A"]\nseeds = 0', "no seeds, no env_ids or no variants"),
         ('env_ids = ["A"]\nseeds = 1\nvariants = {}', "no seeds, no env_ids or no variants"),
@@ -104,6 +107,10 @@ def test_a_runs_args_are_those_of_its_config_json(lab):
         ),
         ('env_ids = ["A"]\nseeds = 1\nflags = { seed = 3 }', "a suite can't set seed for fake.py"),
         ('env_ids = ["A"]\nseeds = 1\nflags = { total_timesteps = 0 }', "must be above 0"),
+        (
+            'env_ids = ["A"]\nseeds = 1\nflags = { total_timesteps = 0, sizes = "1\\n2" }',
+            "--total-timesteps 0 --sizes 1 2: ",
+        ),
         ('env_ids = ["A"]\nseeds = 1\nvariants = { a = 1 }', "the variant a must be a table"),
         (two_tables("fakes"), "there is no script fakes"),
         ('env_ids = ["A"]\nseeds = 1\n[[walks]]\n', "must have tables [[runs]] and nothing else"),

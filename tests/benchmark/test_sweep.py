@@ -249,6 +249,18 @@ def test_runs_have_their_own_cores(lab):
     assert lab.text(ONE, "starts.txt").rsplit(maxsplit=2)[:2] == [str(cores[:2]), "2"]
 
 
+@pytest.mark.parametrize("flag, value", [("resume", "runs/x"), ("num_threads", 7)])
+def test_flags_of_an_attempt_may_differ(lab, flag, value):
+    """A run that was resumed once more says so in its config.json."""
+    name = lab.make_folder("Good-v0")
+    suite = read_suite(lab.suite)
+    assert suite[0].args[flag] != value
+    lab.store.run_dir(name).mkdir()
+    config = {"args": suite[0].args | {flag: value}}
+    write_json(lab.store.run_dir(name) / "config.json", config)
+    check_old_runs(lab.store, suite)
+
+
 def test_other_flags_are_no_reason_to_mix_runs(lab):
     lab.write_suite('env_ids = ["Good-v0"]\nseeds = 1\nflags = { total_timesteps = 1 }')
     assert lab.run_sweep()[0] == 0
@@ -265,6 +277,7 @@ def test_other_flags_are_no_reason_to_mix_runs(lab):
         (["--cpus-per-run", "0"], "must be above 0"),
         (["--gpus-per-run", "1.5"], "whole number, or below 1"),
         (["--stall-minutes", "0"], "--stall-minutes must be above 0"),
+        (["--stall-minutes", "nan"], "--stall-minutes must be above 0"),
         (["--retries", "-1"], "--retries 0 or above"),
         (["--dir", ""], "--dir must name a folder"),
         (["--dir", "/proc/x"], "can't be the folder of a sweep"),
@@ -463,6 +476,18 @@ def test_a_worker_that_did_not_come_up_is_no_stop(watched, monkeypatch):
     with pytest.raises(engines.EngineError, match="didn't come up, .*'s with: no such file: fix"):
         watched.poll()
     assert not watched.cancelled
+
+
+def test_the_last_table_has_no_run_as_running_whose_worker_is_gone(watched, monkeypatch, capsys):
+    one, other = watched.runs
+    for name in watched.runs:
+        note(watched, name, state="running", started=5.0)
+    monkeypatch.setattr(sweep.signal, "signal", lambda *_: None)
+    watched.stopping = signal.SIGTERM
+    with hold(watched.store.job_lock(other)):
+        assert watched.run() == 143
+    assert "1 running, 1 waiting, 0 failed, 0 finished" in capsys.readouterr().out
+    assert watched.jobs[one]["state"] == "waiting"
 
 
 def test_after_a_miss_there_is_a_pause(watched):

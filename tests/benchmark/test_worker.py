@@ -200,7 +200,8 @@ def test_a_worker_that_waits_for_another_process_can_be_stopped(lab, lock_run):
     lab.wait_for(lambda: "is in use" in lab.job(name)["error"])
     process.send_signal(signal.SIGTERM)
     assert lab.finish(process) == (143, "")
-    assert lab.job(name)["state"] == "waiting" and lab.starts(name) == 0
+    job = lab.job(name)
+    assert (job["state"], job["error"], lab.starts(name)) == ("waiting", "", 0)
 
 
 def test_a_script_that_finds_another_one_was_quicker_is_no_failure(lab):
@@ -362,8 +363,9 @@ def test_a_disk_that_is_full_for_a_moment_stops_no_run(lab):
     lab.assert_done_once(name)
 
 
-def test_a_task_of_slurm_near_its_time_limit_asks_for_another(lab, monkeypatch):
-    """Not one that is stopped by scancel, whose signal is another."""
+@pytest.fixture
+def slurm_task(lab, monkeypatch):
+    """A worker's variables in Slurm, and a scontrol that notes its words in the file "asked"."""
     (lab.folder / "bin").mkdir()
     scontrol = lab.folder / "bin" / "scontrol"
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {lab.folder}/asked\n')
@@ -371,6 +373,10 @@ def test_a_task_of_slurm_near_its_time_limit_asks_for_another(lab, monkeypatch):
     monkeypatch.setenv("PATH", f"{lab.folder}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "17")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+
+
+def test_a_task_of_slurm_near_its_time_limit_asks_for_another(lab, slurm_task):
+    """Not one that is stopped by scancel, whose signal is another."""
     name = lab.make_folder("Linger-v0")
     for signum in (signal.SIGTERM, signal.SIGUSR1):
         process = lab.start_worker(name, patch="worker.STOP_S = 0.2")
@@ -379,6 +385,18 @@ def test_a_task_of_slurm_near_its_time_limit_asks_for_another(lab, monkeypatch):
         process.send_signal(signum)
         assert lab.finish(process)[0] == 143
     assert (lab.folder / "asked").read_text() == "requeue 17_3\n"
+
+
+def test_a_task_of_slurm_whose_run_ends_in_time_asks_for_none(lab, slurm_task):
+    name = lab.make_folder("Deaf-v0")
+    process = lab.start_worker(name)
+    lab.at_gate(name)
+    process.send_signal(signal.SIGUSR1)
+    lab.wait_for(lambda: lab.job(name)["state"] == "waiting")  # the signal has come
+    lab.go()
+    assert lab.finish(process)[0] == 0
+    lab.assert_done_once(name)
+    assert not (lab.folder / "asked").exists()
 
 
 def test_slurm_that_does_not_answer_a_task_is_only_told(monkeypatch, capsys):

@@ -79,6 +79,8 @@ def test_a_backends_own_words_may_begin_with_dashes(backend):
         ("--gpus-per-run=-1", "--gpus-per-run must be 0 or above"),
         ("--gpus-per-run=nan", "--gpus-per-run must be 0 or above"),
         ("--gpus-per-run=inf", "--gpus-per-run must be 0 or above"),
+        ("--gpus-per-run=0.0009", "--gpus-per-run must be 0, or 0.001 or more"),
+        ("--gpus-per-run=1e-320", "--gpus-per-run must be 0, or 0.001 or more"),
         ("--gpus-per-run=1.5", "--gpus-per-run must be a whole number, or below 1 for runs that"),
     ],
 )

@@ -94,6 +94,14 @@ def test_gpus_of_a_machine(monkeypatch, commands, listed, expected):
     assert local.usable_gpus() == expected
 
 
+def test_a_driver_that_hangs_has_no_gpus(monkeypatch, commands, capsys):
+    commands(nvidia_smi="import time\ntime.sleep(60)")
+    monkeypatch.setattr("benchmark.engines.ANSWER_S", 0.1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert local.usable_gpus() == []
+    assert capsys.readouterr().err == "no GPUs: nvidia-smi doesn't answer within 0.1 s\n"
+
+
 @pytest.mark.parametrize(
     "visible, expected", [("3,GPU-7", ["3", "GPU-7"]), ("", []), ("-1", []), (None, [])]
 )

@@ -59,3 +59,51 @@ def test_room_is_what_the_workers_leave(store):
     engine.refs = {"a": 0}
     assert engine.room() == 1
     assert Ray(store, {}, RayFlags()).room() > 10**6
+
+
+class Cluster:
+    """What Ray says of tasks: those in ended have ended, and cancel() ends those that obey."""
+
+    def __init__(self, obeys=True):
+        self.ended = set()
+        self.cancelled = []
+        self.obeys = obeys
+
+    def wait(self, refs, *, num_returns=1, timeout=None):
+        assert timeout == 0
+        done = [ref for ref in refs if ref in self.ended][:num_returns]
+        return done, [ref for ref in refs if ref not in done]
+
+    def cancel(self, ref):
+        self.cancelled.append(ref)
+        if self.obeys:
+            self.ended.add(ref)
+
+
+@pytest.fixture
+def engine(store):
+    engine = Ray(store, {}, RayFlags(workers=3))
+    engine.ray = Cluster()
+    engine.refs = {"a": 1, "b": 2, "c": 3}
+    return engine
+
+
+def test_tasks_that_have_ended_are_no_longer_running(engine):
+    """All of them at once."""
+    assert engine.running() == {"a", "b", "c"} and engine.room() == 0
+    engine.ray.ended = {1, 2}
+    assert engine.running() == {"c"} and engine.room() == 2
+    engine.ray.ended = {1, 2, 3}
+    assert engine.running() == set() and engine.running() == set()
+
+
+@pytest.mark.parametrize("obeys, left", [(True, {}), (False, {"b": 2, "c": 3})])
+def test_a_stop_cancels_what_runs(engine, monkeypatch, obeys, left):
+    """And waits for its end, not for ever."""
+    if not obeys:
+        monkeypatch.setattr(ray, "GONE_S", 0)
+    engine.ray.ended = {1}
+    engine.ray.obeys = obeys
+    assert engine.running() == {"b", "c"}
+    assert engine.stop() == "stopped; the same command goes on"
+    assert engine.ray.cancelled == [2, 3] and engine.refs == left

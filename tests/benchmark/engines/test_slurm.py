@@ -83,7 +83,7 @@ def test_a_task_starts_the_worker_of_its_run(tmp_path):
     assert worker.endswith(f'python -m benchmark.worker {folder} "$name" --threads 2')
 
 
-@pytest.mark.parametrize("limit", ["4", "0", "4:59", "0:04:59"])
+@pytest.mark.parametrize("limit", ["4", "0:01", "4:59", "0:04:59"])
 def test_a_time_limit_that_only_requeues_is_refused(limit):
     """A job of two minutes would be told at its start that its end is near."""
     with pytest.raises(EngineError, match=f"--time {limit} is too short"):
@@ -91,9 +91,11 @@ def test_a_time_limit_that_only_requeues_is_refused(limit):
 
 
 @pytest.mark.parametrize(
-    "limit", ["5", "120", "5:00", "0:05:00", "0:30:00", "1-0", "1-00:02", "x", "1:2:3:4"]
+    "limit",
+    ["5", "120", "5:00", "0:05:00", "0:30:00", "1-0", "1-00:02", "x", "²", "1:2:3:4", "0", "0:00"],
 )
 def test_a_longer_time_limit_is_left_to_sbatch(tmp_path, limit):
+    """And one of 0, which is none."""
     text = Slurm(Store(tmp_path), {}, SlurmFlags(time=limit)).preview(["a"])
     assert directives_of(text)["--time"] == limit
 
@@ -149,6 +151,25 @@ def test_tasks_are_those_that_squeue_has(cluster, engine):
     assert engine.running() == {"a", "c"}
     assert Slurm(engine.store, {}, SlurmFlags()).running() == {"a", "c"}
     assert "`scancel 100` stops them" in engine.stop()
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "slurm: a warning", "100", "100 0 x", "100 [0-3]", "100 N/A", "x 0", "100 ²", "100 1"],
+)
+def test_other_lines_of_squeue_are_no_tasks(cluster, engine, line):
+    """Nor is one whose number its job doesn't have."""
+    engine.jobs = {"100": ["a"], "101": ["b"]}
+    (cluster / "queue").write_text(f"{line}\n101 0\n")
+    assert engine.running() == {"b"}
+
+
+@pytest.mark.parametrize("damaged", ["3", '"a"', "{}", "null", "[1]"])
+def test_damaged_jobs_are_left_out(cluster, engine, damaged):
+    engine.store.slurm_jobs.write_text(f'{{"55": {damaged}, "56": [], "57": ["a"]}}')
+    (cluster / "queue").write_text("55 0\n56 0\n57 0\n")
+    again = Slurm(engine.store, {}, SlurmFlags())
+    assert again.jobs == {"56": [], "57": ["a"]} and again.running() == {"a"}
 
 
 def test_what_was_submitted_counts_before_squeue_tells(cluster, engine, monkeypatch):
@@ -237,11 +258,12 @@ def test_a_silent_sbatch_is_asked_again(cluster, engine, commands, monkeypatch):
     ],
 )
 def test_slurm_that_is_away_for_a_while(cluster, engine, monkeypatch, fault, sentence):
-    """What it said last holds; at the start that is nothing, and the sweep ends."""
+    """What it said last holds until the next question; at the start the sweep ends."""
     (cluster / "queue").write_text("100 0\n")
     engine.jobs = {"100": ["a"]}
     assert engine.running() == {"a"}
     (cluster / fault).touch()
+    engine.asked = 0.0
     if fault == "hang":
         monkeypatch.setattr("benchmark.engines.ANSWER_S", 0.5)
     with pytest.raises(OSError, match=sentence):
