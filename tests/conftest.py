@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import Server, leaves  # noqa: F401
+from processes import Server
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

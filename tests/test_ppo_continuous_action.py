@@ -16,8 +16,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import leaves
 from gymnasium.spaces import Box, Dict
+from processes import leaves
 from stable_baselines3 import PPO
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
