@@ -99,6 +99,11 @@ def test_stored_curves_come_back_as_they_are(make_runs):
     again = analysis.make_curves(runs, EMPTY, rounded)
     assert list(again["id"]) == list(curves["id"])
     np.testing.assert_allclose(again["return"], curves["return"], atol=1e-5)
+    own = curves["id"] == 1
+    below = curves.assign(
+        global_step=curves["global_step"].where(~own, curves["global_step"] * (1 - 1e-9))
+    )
+    assert list(analysis.make_curves(runs, EMPTY, below)["id"]) == list(curves["id"])
 
 
 def test_stored_curves_are_put_on_the_grid_of_longer_runs(make_runs):
@@ -242,7 +247,8 @@ def test_many_variants_are_compared_like_with_like(make_runs):
     """Defaults with each other, variants with their script's, and what differs by its mark only."""
     scripts = (("vpg", ""), ("vpg", "--a 1"), ("a2c", ""), ("a2c", "--a 1"), ("ppo", ""))
     names = [(*script, mark) for script in scripts for mark in ("", " (old)")]
-    pairs, every = analysis.pairs_to_compare(*variants_of(make_runs, *names))
+    runs, scaled = variants_of(make_runs, *names)
+    pairs, every = analysis.pairs_to_compare(runs, scaled)
     plain = ["vpg", "a2c", "ppo", "vpg (old)", "a2c (old)", "ppo (old)"]
     expected = {frozenset(pair) for pair in combinations(plain, 2)}
     for x in ("vpg", "a2c"):
@@ -251,6 +257,9 @@ def test_many_variants_are_compared_like_with_like(make_runs):
             expected.add(frozenset((f"{x} --a 1{mark}", f"{x}{mark}")))
     assert not every
     assert {frozenset(pair) for pair in pairs} == expected and len(pairs) == len(expected)
+    order = list(scaled)
+    of_defaults = [pair for pair in pairs if set(pair) <= set(plain)]
+    assert all(order.index(x) < order.index(y) for x, y in of_defaults)
 
 
 def test_variants_of_a_script_without_defaults_are_compared_with_all_defaults(make_runs):
