@@ -30,9 +30,7 @@ class Args:
     """All flags. The comments are what --help says."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]  # folders of runs, of sweeps, or of CSVs
-    out: Path | None = (
-        None  # folder of the report (default: report/ in the first RUNS or beside it)
-    )
+    out: Path | None = None  # folder of the report; without it, report/ in or beside the first RUNS
     compare: tuple[Path, ...] = ()  # runs to set beside these, as variants of their own
     center: Literal["iqm", "mean"] = "iqm"  # of the seeds: interquartile mean or mean
     watch: bool = False  # draw it again until all runs have ended
@@ -157,7 +155,10 @@ def main():
     args = parse_args()
     folder = folder_of(args)
     try:
-        report, _, files = watch(args, folder) if args.watch else draw(args, folder)
+        if args.watch:
+            report, _, files = watch(args, folder)
+        else:
+            report, _, files = draw(args, folder)
     except OSError as error:
         refuse(f"can't draw the report: {error}")
     except KeyboardInterrupt:
