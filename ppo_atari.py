@@ -275,17 +275,26 @@ class ClipRewardEnv(gym.RewardWrapper):
 
 
 class FrameStack(gym.Wrapper):
-    """The last four frames, (4, 84, 84); those before the reset are black, as in ppo2 (A6)."""
+    """The last four frames, (84, 84, 4); those before the reset are black, as in ppo2 (A6).
+
+    The four bytes of a pixel are one number to NumPy: a shift by a byte drops the oldest frame.
+    """
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.frames = np.zeros((84, 84, 4), np.uint8)
+        self.pixels = self.frames.view("<u4")
 
     def reset(self, **kwargs):
         frame, info = self.env.reset(**kwargs)
-        self.frames = np.zeros((4, 84, 84), np.uint8)
-        self.frames[-1] = frame
+        self.pixels[:] = 0
+        self.frames[..., 3] = frame
         return self.frames, info
 
     def step(self, action):
         frame, reward, terminated, truncated, info = self.env.step(action)
-        self.frames = np.concatenate((self.frames[1:], frame[None]))
+        self.pixels >>= 8
+        self.frames[..., 3] = frame
         return self.frames, reward, terminated, truncated, info
 
 
@@ -484,9 +493,9 @@ class Agent(nn.Module):
         self.critic = layer_init(nn.Linear(512, 1), 1.0)
 
     def heads(self, obs):
-        """obs uint8 (n, 4, 84, 84) -> log-probabilities (n, num_actions), values (n,), float32."""
+        """obs uint8 (n, 84, 84, 4) -> log-probabilities (n, num_actions), values (n,), float32."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.amp):
-            pixels = (obs / 255.0).contiguous(memory_format=torch.channels_last)  # A8
+            pixels = obs.permute(0, 3, 1, 2) / 255.0  # A8; in memory the frames still come last
             hidden = self.network(pixels)
             return self.actor(hidden).float().log_softmax(1), self.critic(hidden).float().squeeze(1)
 
