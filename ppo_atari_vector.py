@@ -14,17 +14,18 @@
 #     "imageio-ffmpeg==0.8.1",
 # ]
 # ///
-"""PPO for Atari games, on all cores and on a GPU: the games are played by ALE's own threads.
+"""PPO for Atari games, on all cores and on a GPU: the games are played by threads of ALE's.
 
-Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347. Learning and
-flags are those of ppo_atari.py, with its details, numbered as there. So are the games, except:
+Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347. Flags,
+learning and run folder are those of ppo_atari.py, and so are the details, numbered as there. The
+games are the same too, but for this:
 
-- A4: of two frames, colours become gray before the maximum is taken, not after it: ALE's threads
-  do so. Pixels differ where something changes its colour, or by one level of gray.
-- A1: a game starts with 0 to 29 no-ops, not 1 to 30, from a generator of ALE's own.
-- A game that is over leaves an old frame as its last observation. Nothing is learned from it.
-- A time limit cuts a game after the four frames of a step, not between them.
-- Videos have the colours of all frames; they show every fourth.
+- A2, A3: the no-op after a lost life, FIRE and the action after it are steps of the learner's, in
+  which its actions don't count. A vector of games can't step one of them alone.
+- A1: a game starts with 0 to 29 no-ops, not 1 to 30, which ALE draws.
+- A4, A5: ALE makes two frames gray and then takes their maximum, not the other way round.
+- A time limit cuts a game after the four frames of an action, not between them.
+- The last frame of a game that is over is an older one. Nothing is learned from it.
 
 Diff it against ppo_atari.py or ppo_atari_lstm_vector.py.
 
@@ -56,8 +57,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
 
-# PyTorch's threads wait for work by spinning, on cores that the games need. GNU's OpenMP reads this
-# when torch is imported
+# PyTorch's threads spin while they wait, on cores that the games could use. OpenMP reads this when
+# torch is imported
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import ale_py
@@ -132,10 +133,11 @@ def parse_args():
     To the flags it adds batch_size (steps of a rollout, all environments) and num_iterations;
     read_flags has added folder.
     """
-    args, saved = read_flags(may_change=["checkpoint_interval"])
+    args, saved = read_flags(may_change=["checkpoint_interval", "emulator_threads"])
     check(args.total_timesteps > 0, "--total-timesteps must be above 0")
     check(args.learning_rate > 0, "--learning-rate must be above 0")
     check(args.num_envs > 0, "--num-envs must be above 0")
+    check(args.emulator_threads >= 0, "--emulator-threads must be 0 or above")
     check(args.num_steps > 0, "--num-steps must be above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
     check(0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1")
@@ -235,6 +237,10 @@ class Film:
             self.video.close()
         self.video = None
 
+    def close(self):
+        self.close_video()
+        self.emulators = None
+
 
 class Episode(NamedTuple):
     """A game that has ended."""
@@ -282,30 +288,34 @@ class Games:
         self.reset_with_new_seeds(np.ones(num_envs, bool))
 
     def reset_with_new_seeds(self, mask):
-        """Starts a game with a seed of its own where mask, bool (num_envs,), says so."""
-        new_seeds = []
+        """Starts games with seeds of their own where mask, bool (num_envs,), is True."""
+        seeds = []
         for i in np.flatnonzero(mask):
             self.first_episodes[i] = self.episode_counts[i]
             self.actions[i] = []
             sequence = np.random.SeedSequence((self.seeds[i], self.first_episodes[i]))
-            new_seeds.append(int(sequence.generate_state(1)[0]) % 2**31)
-        new_seeds = np.array(new_seeds)
-        frames, info = self.emulators.reset(seed=new_seeds, options={"reset_mask": mask})
+            seeds.append(int(sequence.generate_state(1)[0]) % 2**31)
+        seeds = np.array(seeds)
+        frames, info = self.emulators.reset(seed=seeds, options={"reset_mask": mask})
         if self.film is not None and mask[0]:
-            self.film.reset(new_seeds[:1])
+            self.film.reset(seeds[:1])
         self.begin_games(mask, frames, info)
 
     def begin_games(self, mask, frames, info):
-        """Takes the first frames of games where mask says so."""
+        """Takes the first frames of games, where mask is True."""
         self.episode_returns[mask] = 0.0
         self.lengths[mask] = 0
         self.lives[mask] = info["lives"][mask]
-        self.opening_steps[mask] = 1
-        self.pixels[mask] = 0  # A6
+        self.begin_episodes(mask, frames, opening_step=1)
+
+    def begin_episodes(self, mask, frames, opening_step):
+        """Makes all frames but the last ones black (A6), where mask is True."""
+        self.pixels[mask] = 0
         self.obs[mask, ..., 3] = frames[mask, 0]
+        self.opening_steps[mask] = opening_step
 
     def step(self, actions):
-        """Steps each game by its action, int64 (num_envs,). The opening's steps are forced ones.
+        """Steps each game by its action, int64 (num_envs,), or in an opening by the opening's.
 
         Returns the rewards, float64, the terminations (of a game or a life) and truncations, bool,
         all (num_envs,), and the games that ended.
@@ -313,53 +323,59 @@ class Games:
         for game_actions, action in zip(self.actions, actions.tolist()):
             game_actions.append(action)
         in_opening = self.opening_steps < len(self.opening)
-        forced = self.opening[self.opening_steps % len(self.opening)]
-        actions = np.where(in_opening, forced, actions)
+        opening_actions = self.opening[self.opening_steps % len(self.opening)]
+        actions = np.where(in_opening, opening_actions, actions)
         self.opening_steps += in_opening
         if self.film is not None:
             self.film.step(actions[:1], self.episode_counts[0])
+
         frames, rewards, games_over, _, info = self.emulators.step(actions)
         self.episode_returns += rewards
         self.lengths += 1
-        lost_lives = (0 < info["lives"]) & (info["lives"] < self.lives) & ~games_over
+        at_max_frames = info["episode_frame_number"] >= self.max_frames
+        truncations = (at_max_frames | (self.lengths >= self.max_steps)) & ~games_over
+        has_lives = 0 < info["lives"]  # some games go on for a while with 0
+        lost_lives = has_lives & (info["lives"] < self.lives) & ~games_over
         terminations = games_over | lost_lives
-        time_is_up = (info["episode_frame_number"] >= self.max_frames) | (
-            self.lengths >= self.max_steps
-        )
-        truncations = time_is_up & ~games_over
         self.lives[:] = info["lives"]
 
-        self.pixels >>= 8  # drops the oldest frame, the first of a pixel's four bytes
+        self.pixels >>= 8  # drops the oldest frame, a pixel's first byte
         self.pixels[in_opening] = 0
         self.obs[..., 3] = frames[:, 0]
         episodes = []
-        if not (terminations | truncations).any():
-            return np.sign(rewards), terminations, truncations, episodes
+        if lost_lives.any():
+            self.begin_episodes(lost_lives & ~truncations, frames, opening_step=0)
+        if games_over.any() or truncations.any():
+            episodes = self.end_games(games_over, truncations, terminations, frames, info)
+        return np.sign(rewards), terminations, truncations, episodes  # A7
 
+    def end_games(self, games_over, truncations, terminations, frames, info):
+        """Begins new games where games were over, for which ALE has begun them, or cut.
+
+        Returns the Episodes that ended.
+        """
         ended = games_over | truncations
-        for i in np.flatnonzero(ended):
-            self.episode_counts[i] += 1
+        episodes = []
+        for i in np.flatnonzero(ended).tolist():
+            final_obs = self.obs[i].copy()
+            if games_over[i]:  # the last frame is one of the next game
+                final_obs[..., 3] = info["final_obs"][i, 0]
             ended_by = "termination" if terminations[i] else "truncation"
             episode_return = float(self.episode_returns[i])
             length = int(self.lengths[i])
-            final_obs = self.obs[i].copy()
-            if games_over[i]:  # its frame is the first of the next game
-                final_obs[..., 3] = info["final_obs"][i, 0]
             episodes.append(Episode(i, episode_return, length, ended_by, final_obs))
-        self.begin_games(ended, frames, info)
-        self.pixels[lost_lives] = 0
-        self.obs[lost_lives, ..., 3] = frames[lost_lives, 0]
-        self.opening_steps[lost_lives] = 0
-        is_long = np.array([len(actions) >= STEPS_PER_SEED for actions in self.actions])
-        with_new_seeds = truncations | (ended & is_long)
-        if with_new_seeds.any():
-            self.reset_with_new_seeds(with_new_seeds)
-        return np.sign(rewards), terminations, truncations, episodes
+            self.episode_counts[i] += 1
+        self.begin_games(games_over, frames, info)
+        long_ago = np.array([len(actions) >= STEPS_PER_SEED for actions in self.actions])
+        if truncations.any() or (games_over & long_ago).any():
+            self.reset_with_new_seeds(truncations | (games_over & long_ago))
+        return episodes
 
     def close(self):
-        self.emulators.close()
+        """Frees the emulators, of which nanobind complains if they outlive Python."""
+        self.emulators = None
         if self.film is not None:
-            self.film.close_video()
+            self.film.close()
 
     def state_dict(self):
         games = []
@@ -455,30 +471,34 @@ class Agent(nn.Module):
 
 
 class Policy:
-    """The agent as it plays: compiled, for the observations of all games at a step.
+    """The agent as it plays, compiled for the observations of one step of all games.
 
-    Its weights are a copy, with --amp in bfloat16, so that they are converted once per rollout.
+    Its weights are a copy, which --amp has converted to bfloat16, once per rollout.
     """
 
-    def __init__(self, agent, args, compiled):
+    def __init__(self, agent, args, device):
         self.agent = agent
+        self.device = device
         self.copy = copy.deepcopy(agent).to(memory_format=torch.channels_last)
         if args.amp:
             self.copy.to(torch.bfloat16)
-        self.heads = self.copy.heads
-        if compiled:
-            options = {"cpp_wrapper": True}
-            self.heads = torch.compile(self.heads, fullgraph=True, dynamic=False, options=options)
+        self.compiled_forward = compile_or_not(self.forward, args, device, "policy")
 
     def refresh(self):
         """Takes the agent's weights as they are now."""
         self.copy.load_state_dict(self.agent.state_dict())
 
+    def forward(self, obs):
+        """obs uint8 (n, 84, 84, 4) -> log-probabilities and value, (n, num_actions + 1)."""
+        all_logprobs, values = self.copy.heads(obs)
+        return torch.cat((all_logprobs, values[:, None]), 1)
+
     @torch.no_grad()
     def step(self, obs):
-        """Like Agent.step."""
-        all_logprobs, values = self.heads(torch.from_numpy(obs).to(self.copy.actor.bias.device))
-        return all_logprobs.cpu().numpy(), values.cpu().numpy()
+        """Like Agent.step; there is one transfer to a GPU and one back."""
+        obs = torch.from_numpy(obs).to(self.device, non_blocking=True)
+        outputs = self.compiled_forward(obs).cpu().numpy()
+        return outputs[:, :-1], outputs[:, -1]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -496,7 +516,8 @@ def rollout(policy, envs, num_steps):
     step.
     """
     shape = (num_steps, *envs.obs.shape)
-    obs = np.zeros(shape, np.uint8)
+    # From pinned memory a GPU fetches by itself
+    obs = torch.zeros(shape, dtype=torch.uint8, pin_memory=policy.device.type == "cuda").numpy()
     actions = np.zeros(shape[:2], np.int64)
     logprobs = np.zeros(shape[:2], np.float32)
     values = np.zeros(shape[:2], np.float32)
@@ -510,7 +531,7 @@ def rollout(policy, envs, num_steps):
     policy.refresh()
     for step in range(num_steps):
         obs[step] = envs.obs
-        all_logprobs, values[step] = policy.step(envs.obs)
+        all_logprobs, values[step] = policy.step(obs[step])
         actions[step] = (all_logprobs + gumbel_noise[step]).argmax(1)
         logprobs[step] = np.take_along_axis(all_logprobs, actions[step][:, None], 1)[:, 0]
         rewards[step], terminations[step], truncations[step], ended = envs.step(actions[step])
@@ -672,12 +693,16 @@ def update(step_minibatches, optimizer, agent, batch, coefs, args):
     return torch.stack(epochs).mean(0).cpu()
 
 
-def compile_or_not(function, args, device):
-    """Returns function, compiled; with --no-compile, or without a working compiler, as it is."""
+def compile_or_not(function, args, device, name):
+    """Returns function, compiled; with --no-compile, or without a working compiler, as it is.
+
+    It must return one tensor.
+    """
     if not args.compile:
         return function
-    print("compiling the update: up to half a minute, the first time", flush=True)
-    options = {}
+    print(f"compiling the {name}: up to half a minute, the first time", flush=True)
+    # On a GPU, a CUDA graph starts all kernels at once
+    options = {"triton.cudagraphs": True}
     if device.type == "cpu":
         # Without the threshold, beta ** steps is computed again for every eight weights (a vector
         # register), with it only once
@@ -688,7 +713,10 @@ def compile_or_not(function, args, device):
         print(f"running without compilation, slower: {one_line(error)}")
         return function
     torch._dynamo.config.trace_autograd_ops = True  # else it can't compile torch.autograd.grad
-    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+    compiled = torch.compile(function, fullgraph=True, dynamic=False, options=options)
+    if device.type == "cpu":
+        return compiled
+    return lambda *inputs: compiled(*inputs).clone()  # the graph writes there again when it runs
 
 
 def evaluate(agent, args, video_dir=None, stream=1):
@@ -1266,7 +1294,7 @@ if __name__ == "__main__":
     if video_dir and not args.evaluate:
         film = Film(args.env_id, video_dir, args.video_interval)
     envs = Games(args.env_id, args.num_envs, args.seed, args, film)
-    atexit.register(vars(envs).clear)  # nanobind complains about emulators that outlive Python
+    atexit.register(envs.close)
     agent = Agent(envs.num_actions, args.amp).to(device)
     run = Run(args, saved, args.num_iterations * args.batch_size, args.checkpoint_interval)
     if args.evaluate or args.init_from:
@@ -1276,8 +1304,10 @@ if __name__ == "__main__":
         sys.exit()
     optimizer = FlatAdam(agent, eps=1e-5)  # G11
     run.restore(agent=agent, optimizer=optimizer, envs=envs)
-    step_minibatches = compile_or_not(update_minibatches, args, device)
-    policy = Policy(agent, args, compiled=step_minibatches is not update_minibatches)
+    step_minibatches = compile_or_not(update_minibatches, args, device, "update")
+    policy = Policy(agent, args, device)
+    for tensor in (optimizer.params, *optimizer.buffers()):
+        torch._dynamo.mark_static_address(tensor)  # a CUDA graph may write to it in place
 
     for iteration in run.iterations():  # counted from 0
         remaining = 1.0 - iteration / args.num_iterations

@@ -14,6 +14,7 @@ RUN_ONLY = (
     "cuda",
     "compile",
     "num_threads",
+    "emulator_threads",
     "track",
     "wandb_project_name",
     "wandb_entity",
