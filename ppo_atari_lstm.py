@@ -540,9 +540,10 @@ class Agent(nn.Module):
     def heads(self, obs, memory, dones=None):
         """Returns log-probabilities (n, num_steps, actions), values (n, num_steps) and memory."""
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.amp):
-            pixels = obs.flatten(0, 1)[:, None] / 255.0  # A8
-            blocks = nn.functional.pixel_unshuffle(pixels, 4)  # (n x num_steps, 16, 21, 21)
-            hidden = self.network(blocks.contiguous(memory_format=torch.channels_last))
+            frames = obs.flatten(0, 1)[:, None]
+            blocks = nn.functional.pixel_unshuffle(frames, 4)  # (n x num_steps, 16, 21, 21)
+            blocks = blocks.contiguous(memory_format=torch.channels_last)  # bytes are moved fast
+            hidden = self.network(blocks / 255.0)  # A8
         with torch.autocast(obs.device.type, enabled=False):  # the memory stays float32
             hidden = hidden.to(memory.dtype).view(*obs.shape[:2], -1)
             hidden, memory = self.recur(hidden, memory, dones)

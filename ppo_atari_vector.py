@@ -105,7 +105,7 @@ class Args:
     best: bool = False  # with --evaluate or --init-from: the networks of that run's best evaluation
 
     env_id: str = "BreakoutNoFrameskip-v4"  # id of the game: NAMENoFrameskip-v4 or ALE/NAME-v5
-    emulator_threads: int = 0  # threads that play the games (0: one for each core)
+    emulator_threads: int = 0  # threads that play the games (0: as many as --num-threads)
     total_timesteps: int = 10000000  # steps of the run, all environments together
     learning_rate: float = 2.5e-4  # learning rate of Adam
     num_envs: int = 8  # number of environments
@@ -176,13 +176,15 @@ def make_emulators(env_id, num_envs, num_threads, **options):
     gym.register_envs(ale_py)
     try:
         game = gym.spec(env_id).kwargs
+        check("game" in game, f"can't make {env_id}: it is not registered as a game of ALE's")
         emulators = AtariVectorEnv(
             game["game"],
             num_envs,
             num_threads=num_threads,
             repeat_action_probability=game["repeat_action_probability"],
             autoreset_mode="SameStep",
-            # The class Games does these itself
+            # ALE starts with no-ops (A1), repeats actions (A4) and warps frames (A5). Games does
+            # the rest
             stack_num=1,
             use_fire_reset=False,
             reward_clipping=False,
@@ -247,7 +249,7 @@ class Episode(NamedTuple):
 
     env: int  # index of the environment
     episode_return: float  # sum of the rewards as they came from the game
-    length: int  # steps of four frames, those of openings included
+    length: int  # steps of four frames, those of resets included
     ended_by: str  # "termination" (after a lost life, too) or "truncation"
     final_obs: np.ndarray  # the observation, as the agent sees it, that a reset has replaced
 
@@ -265,7 +267,8 @@ class Games:
     """
 
     def __init__(self, env_id, num_envs, seed, args, film=None, max_steps=math.inf):
-        self.emulators = make_emulators(env_id, num_envs, args.emulator_threads)
+        num_threads = args.emulator_threads or args.num_threads
+        self.emulators = make_emulators(env_id, num_envs, num_threads)
         self.num_actions = self.emulators.single_action_space.n
         self.opening = np.array([0])  # after a lost life a no-op (A3)
         if ale_py.Action.FIRE in self.emulators.ale.get_action_set():
@@ -402,8 +405,12 @@ class Games:
             self.seeds[i] = game["seed"]
             if steps[i] > 0:
                 all_actions[-steps[i] :, i] = game["actions"].numpy()
+        film = self.film
+        self.film = None
         for step in range(steps.max() + 1):
             starting = steps.max() - steps == step
+            if starting[0]:
+                self.film = film
             if starting.any():
                 for i in np.flatnonzero(starting):
                     self.episode_counts[i] = games[i]["first_episode"]

@@ -75,6 +75,17 @@ SETTINGS = {
     "ppo_atari": (GAME, "--total-timesteps 64"),
     "ppo_atari_lstm": (f"{GAME} --hidden-size 16", "--total-timesteps 64"),
 }
+# ALE's vector plays no toys. So these scripts are here only in tests that need none, with short
+# real games; their own files have more. Their section Run is the same text as everyone's
+REAL_GAME = (
+    f"--env-id PongNoFrameskip-v4 {COMMON} --num-envs 2 --eval-episodes 1 --eval-max-steps 5"
+    " --num-steps 8 --num-minibatches 2 --update-epochs 1 --total-timesteps 96"
+    " --emulator-threads 1"
+)
+VECTOR_SETTINGS = {
+    "ppo_atari_vector": (REAL_GAME, "--total-timesteps 64"),
+    "ppo_atari_lstm_vector": (f"{REAL_GAME} --hidden-size 16", "--total-timesteps 64"),
+}
 OTHER_CHECKPOINTS = {"a2c": 31, "ddpg_continuous_action": 1000}
 
 
@@ -86,7 +97,7 @@ class Script:
         self.path = Path(__file__).resolve().parents[1] / f"{name}.py"
         self.server = server
         self.module = importlib.import_module(name)
-        self.flags, self.shorter = SETTINGS[name]
+        self.flags, self.shorter = (SETTINGS | VECTOR_SETTINGS)[name]
         self.flags += " --no-compile"
         self.short = f"{self.flags} {self.shorter}"
         self.is_game = "atari" in name
@@ -233,6 +244,9 @@ def env_steps(record, env=0):
 @pytest.fixture(scope="module", params=SETTINGS)
 def script(request, server):
     return Script(request.param, server)
+
+
+needs_no_toy = pytest.mark.parametrize("script", [*SETTINGS, *VECTOR_SETTINGS], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -410,6 +424,7 @@ def test_the_learning_rate_falls_to_zero(script, whole, short, tmp_path):
     assert any("/agent/" in name for name in differences(short.run_dir, tmp_path / RUN))
 
 
+@needs_no_toy
 def test_explained_variance(script, run_script):
     """Of returns by values, in numbers and in the log."""
     if script.is_ddpg:
@@ -429,6 +444,7 @@ def test_explained_variance(script, run_script):
     assert [*logged.values()][-1] == pytest.approx(expected, rel=1e-4)
 
 
+@needs_no_toy
 def test_optimizer(script, run_script):
     """Adam's epsilon is baselines' 1e-5 (G11), but DDPG's is PyTorch's."""
     module = run_script(script.path, *script.short.split())
@@ -445,6 +461,7 @@ def test_optimizer(script, run_script):
         assert (type(optimizer).__name__, optimizer.eps) == ("FlatAdam", 1e-5)
 
 
+@needs_no_toy
 def test_the_clip_range_falls_to_zero(script, run_script):
     """With --anneal-clip, linearly: in the last of N iterations it is an Nth (X1)."""
     if not script.name.startswith("ppo"):
@@ -691,6 +708,7 @@ def test_two_runs_never_share_a_folder(script, whole, tmp_path):
     assert without_lock(contents(cwd / RUN)) == without_lock(before)
 
 
+@needs_no_toy
 def test_a_run_is_named_by_what_it_is(script, tmp_path):
     """Slashes and colons of names become dashes; here the experiment has one."""
     flags = script.short.replace("--run-name run", "--exp-name a/b --seed 7")
@@ -794,12 +812,15 @@ ATARI_FLAGS = {
     "amp": False,
 }
 HIDDEN = {"hidden_sizes": (64, 64)}
+VECTOR_FLAGS = {"emulator_threads": 0}
 LSTM_FLAGS = {"cell": "lstm", "hidden_size": 128, "memory": True}
 DEFAULTS = {
     "ppo": PPO_FLAGS | HIDDEN | {"kl_penalty": False, "kl_target": 0.01, "adaptive_lr": False},
     "ppo_lstm": PPO_FLAGS | HIDDEN | LSTM_FLAGS,
     "ppo_atari": PPO_FLAGS | ATARI_FLAGS,
+    "ppo_atari_vector": PPO_FLAGS | ATARI_FLAGS | VECTOR_FLAGS,
     "ppo_atari_lstm": PPO_FLAGS | ATARI_FLAGS | LSTM_FLAGS,
+    "ppo_atari_lstm_vector": PPO_FLAGS | ATARI_FLAGS | LSTM_FLAGS | VECTOR_FLAGS,
     "ppo_continuous_action": PPO_FLAGS
     | HIDDEN
     | {
@@ -874,6 +895,7 @@ DEFAULTS = {
 }
 
 
+@needs_no_toy
 def test_defaults(script):
     """What is published."""
     expected = {"exp_name": script.name} | RUN_FLAGS | DEFAULTS[script.name]
@@ -953,6 +975,7 @@ def test_the_text_that_is_kept_is_the_one_that_runs(script, tmp_path):
 # More about evaluations
 
 
+@needs_no_toy
 def test_a_run_without_evaluation(script, tmp_path):
     """It is a finished one, too."""
     result = script.succeed(tmp_path, f"{script.short} --eval-interval 0 --eval-episodes 0")
@@ -1208,12 +1231,14 @@ def test_hidden_sizes(script, tmp_path):
     assert_fails(script.run(tmp_path / "none", f"{script.short} --hidden-sizes 7 0"), 2, "--hidden")
 
 
+@needs_no_toy
 def test_compile_is_a_flag_of_every_script(script, refused):
     """Some compile nothing."""
     sentence = refused(script.module, [*script.short.split(), "--compile", "--num-envs", "0"])
     assert sentence.startswith("error: --num-envs")
 
 
+@needs_no_toy
 @pytest.mark.parametrize("flag", ["--batch-size", "--minibatch-size", "--num-iterations"])
 @pytest.mark.parametrize("form", ["{} 100", "{}=100"])
 def test_what_is_computed_is_no_flag(script, refused, flag, form):

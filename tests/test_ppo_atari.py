@@ -165,7 +165,7 @@ def gray(k):
 
 
 def random_frames(num):
-    return torch.randint(0, 256, (num, 4, 84, 84), dtype=torch.uint8)
+    return torch.randint(0, 256, (num, 84, 84, 4), dtype=torch.uint8)
 
 
 class Seeded(gym.Wrapper):
@@ -221,7 +221,7 @@ def test_a1_to_a7_games_are_those_of_stable_baselines3(env_id):
     random = np.random.default_rng(0)
     kinds = set()
     for i in range(600):
-        np.testing.assert_array_equal(ours.obs, obs.transpose(0, 3, 1, 2), err_msg=f"step {i}")
+        np.testing.assert_array_equal(ours.obs, obs, err_msg=f"step {i}")
         actions = random.integers(theirs.action_space.n, size=2)
         counts = [len(monitor.get_episode_lengths()) for monitor in monitors]
         rewards, terminations, truncations, episodes = ours.step(actions)
@@ -250,7 +250,7 @@ def test_a1_a_game_starts_with_1_to_30_no_ops():
         assert set(game) == {0}
         counts.append(len(game))
     assert set(counts) == set(range(1, 31))
-    np.testing.assert_array_equal(obs[3], gray(counts[-1]))
+    np.testing.assert_array_equal(obs[..., 3], gray(counts[-1]))
 
 
 def test_a1_a_game_that_ends_in_its_no_ops_starts_again():
@@ -375,7 +375,7 @@ def test_a4_four_frames_an_action_rewards_summed_maximum_of_the_last_two():
     step(envs, 2)
     assert game.games[-1][start:] == [2] * 4
     assert envs.envs[0].get_wrapper_attr("episode_returns") == 11110.0
-    np.testing.assert_array_equal(envs.obs[0, 3], frame(np.maximum(screens[3], screens[4])))
+    np.testing.assert_array_equal(envs.obs[0, ..., 3], frame(np.maximum(screens[3], screens[4])))
 
 
 def test_a6_four_frames_are_stacked_and_black_after_a_reset_and_a_lost_life():
@@ -384,19 +384,35 @@ def test_a6_four_frames_are_stacked_and_black_after_a_reset_and_a_lost_life():
     frames_in_episode = 1
     ends = set()
     for _ in range(40):
-        planes = obs.reshape(4, -1).copy()
+        planes = obs.reshape(-1, 4).T.copy()
         shown = min(frames_in_episode, 4)
         assert not planes[: 4 - shown].any()
         assert (planes[4 - shown :].max(1) > 0).all()
         assert shown == 1 or (np.diff(planes[4 - shown :, 0].astype(int)) == 12).all()
-        np.testing.assert_array_equal(obs[3], gray(len(env.unwrapped.games[-1])))
+        np.testing.assert_array_equal(obs[..., 3], gray(len(env.unwrapped.games[-1])))
         obs, _, terminated, _, info = env.step(np.int64(0))
         last = info["final_obs"] if terminated else obs
-        np.testing.assert_array_equal(last[:3].reshape(3, -1), planes[1:])
+        np.testing.assert_array_equal(last[..., :3].reshape(-1, 3).T, planes[1:])
         frames_in_episode = 1 if terminated else frames_in_episode + 1
         if terminated:
             ends.add("episode" in info)
     assert ends == {True, False}, "games and lives"
+
+
+def test_a6_a_shift_moves_each_pixel_to_the_frame_before():
+    """Frames of noise, in which no two pixels are mixed up; frame 3 is the newest."""
+    env = ppo.FrameStack(gym.Wrapper(Fake(frameskip=1)))
+    frames = np.random.randint(0, 256, (6, 84, 84)).astype(np.uint8)
+    env.env.reset = lambda **_: (frames[0], {})
+    env.env.step = lambda action: (frames[action], 0.0, False, False, {})
+    env.reset()
+    for k in range(1, 6):
+        obs = env.step(k)[0]
+        expected = [frames[i] if i >= 0 else 0 * frames[0] for i in range(k - 3, k + 1)]
+        np.testing.assert_array_equal(obs, np.stack(expected, 2))
+    obs, _ = env.reset()
+    assert not obs[..., :3].any()
+    np.testing.assert_array_equal(obs[..., 3], frames[0])
 
 
 def test_a7_rewards_are_signs():
@@ -408,11 +424,12 @@ def test_a8_frames_are_stored_as_bytes_and_scaled_in_the_network():
     agent = ppo.Agent(4)
     obs = ppo.rollout(agent, make_envs("FakeNoFrameskip-v4", 2), 3)[0]
     assert obs.dtype == np.uint8
-    assert obs.shape == (3, 2, 4, 84, 84)
+    assert obs.shape == (3, 2, 84, 84, 4)
     inputs = []
     agent.network.register_forward_pre_hook(lambda _, x: inputs.append(x[0]))
     agent.heads(torch.from_numpy(obs[0]))
-    np.testing.assert_allclose(inputs[0].numpy(), obs[0] / 255, rtol=1e-6)
+    channels_first = obs[0].transpose(0, 3, 1, 2)
+    np.testing.assert_allclose(inputs[0].numpy(), channels_first / 255, rtol=1e-6)
 
 
 def test_a9_a10_network_has_1687719_parameters_for_six_actions_and_one_trunk():
@@ -499,7 +516,7 @@ def test_the_observation_that_ends_a_game_shows_its_last_two_frames(event, ended
     game.screen = lambda: np.full((210, 160, 3), 3 * (50 - len(actions)), np.uint8)
     (episode,) = step(envs, 1)[3]
     assert episode.ended_by == ended_by
-    np.testing.assert_array_equal(episode.final_obs[3], gray(50 - start - max(1, k - 1)))
+    np.testing.assert_array_equal(episode.final_obs[..., 3], gray(50 - start - max(1, k - 1)))
 
 
 def test_the_frame_limit_is_a_truncation_with_its_final_observation():
@@ -509,7 +526,7 @@ def test_the_frame_limit_is_a_truncation_with_its_final_observation():
     assert np.flatnonzero(truncations[:, 0]).tolist() == [i for i, _ in episodes] != []
     for _, episode in episodes:
         assert episode.ended_by == "truncation"
-        np.testing.assert_array_equal(episode.final_obs[3], gray(50))
+        np.testing.assert_array_equal(episode.final_obs[..., 3], gray(50))
 
 
 def test_a_game_gets_a_new_seed_after_steps_per_seed_steps_and_a_lost_life_gets_none():
@@ -580,8 +597,8 @@ def test_a_game_that_does_not_come_back_is_reported_and_starts_a_new_episode(cap
     others.load_state_dict(through_a_file(state))
     told = capsys.readouterr().out
     assert told.count("an environment can't be brought back to where it was: it starts a new") == 1
-    assert not others.obs[0, :3].any(), "the first observation of an episode"
-    assert others.obs[0, 3].any()
+    assert not others.obs[0, ..., :3].any(), "the first observation of an episode"
+    assert others.obs[0, ..., 3].any()
     assert others.envs[0].actions == []
     np.testing.assert_array_equal(others.obs[1], envs.obs[1])
     play(others.envs[0], np.array([2, 3]))
@@ -625,18 +642,12 @@ def test_compiled_update_equals_eager():
     assert (compiled - eager).abs().mean() < 0.01 * change.abs().mean() > 0
 
 
-@pytest.mark.parametrize("flag", ["--bootstrap-truncated", "--no-bootstrap-truncated"])
-def test_a_run_bootstraps_truncations_and_cuts_at_lost_lives(run_script, flag):
-    """Advantages of a run's only iteration against a quadratic sum over its episodes."""
-    flags = ["--env-id", "LivesCutNoFrameskip-v4", "--total-timesteps", "64", "--num-steps", "32"]
-    module = run_script(SCRIPT, *SMALL, *flags, "--learning-rate", "1e-12", flag)
+def assert_advantages_equal_a_sum(module, flag):
+    """Those of a run's only iteration, of 32 steps in two games: a quadratic sum over episodes."""
     last = module.agent.step(module.envs.obs)[1]
     finals = {}
     for i, episode in module.episodes:
         finals[i, episode.env] = module.agent.step(episode.final_obs[None])[1][0]
-        assert episode.ended_by == "truncation"
-    assert module.terminations.any()
-    assert len(finals) >= 2
     dones = module.terminations | module.truncations
     for env in range(2):
         for first in range(32):
@@ -659,6 +670,17 @@ def test_a_run_bootstraps_truncations_and_cuts_at_lost_lives(run_script, flag):
     returns = module.advantages + module.values
     np.testing.assert_allclose(module.batch["advantages"].view(32, 2), module.advantages, atol=1e-6)
     np.testing.assert_allclose(module.batch["returns"].view(32, 2), returns, atol=1e-6)
+
+
+@pytest.mark.parametrize("flag", ["--bootstrap-truncated", "--no-bootstrap-truncated"])
+def test_a_run_bootstraps_truncations_and_cuts_at_lost_lives(run_script, flag):
+    """Advantages of a run's only iteration against a quadratic sum over its episodes."""
+    flags = ["--env-id", "LivesCutNoFrameskip-v4", "--total-timesteps", "64", "--num-steps", "32"]
+    module = run_script(SCRIPT, *SMALL, *flags, "--learning-rate", "1e-12", flag)
+    assert module.terminations.any()
+    assert len(module.episodes) >= 2
+    assert {episode.ended_by for _, episode in module.episodes} == {"truncation"}
+    assert_advantages_equal_a_sum(module, flag)
 
 
 def test_learning_rate_and_clip_range_fall_to_an_nth(run_script):

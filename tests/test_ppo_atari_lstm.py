@@ -176,14 +176,14 @@ def test_frames_rewards_and_ends_are_those_of_ppo_atari(env_id, lives):
     random = np.random.default_rng(0)
     terminated = ended = 0
     for _ in range(500):
-        np.testing.assert_array_equal(ours.obs, stacked.obs[:, 3])
+        np.testing.assert_array_equal(ours.obs, stacked.obs[..., 3])
         actions = random.integers(ours.action_space.n, size=2)
         (*arrays, episodes), (*others, expected) = ours.step(actions), stacked.step(actions)
         for x, y in zip(arrays, others, strict=True):
             np.testing.assert_array_equal(x, y)
         assert [x[:4] for x in episodes] == [x[:4] for x in expected]
         for one, four in zip(episodes, expected, strict=True):
-            np.testing.assert_array_equal(one.final_obs, four.final_obs[3])
+            np.testing.assert_array_equal(one.final_obs, four.final_obs[..., 3])
         terminated += arrays[1].sum()
         ended += len(episodes)
     assert terminated >= ended + lives

@@ -16,18 +16,24 @@ RUN_ENDS = "# End of Run. "
 
 # Definitions that may differ: how many texts there are of each, and why
 DIFFERENT = {
-    "Args": (8, "the flags of the algorithm; its common flags are compared one by one"),
-    "parse_args": (8, "what the algorithm's flags may be"),
+    "Args": (10, "the flags of the algorithm; its common flags are compared one by one"),
+    "parse_args": (10, "what the algorithm's flags may be"),
     "make_env": (5, "kinds of spaces, and the wrappers for them"),
     "Episode": (2, "in Atari: a game, which has several lives"),
     "VecEnv": (3, "a game can end in a reset (Atari); only some environments are stepped (vpg)"),
     "Agent": (6, "the network"),
     "METRICS": (3, "what is learned"),
-    "rollout": (6, "actions, what the network gives in a step, whole episodes, a memory"),
+    "rollout": (8, "actions, what the network gives in a step, whole episodes, a memory"),
     "ppo_loss": (3, "a penalty in place of clipping (ppo); a memory"),
     "update": (4, "one step per rollout (a2c, vpg), or one per transition (ddpg)"),
-    "evaluate": (7, "statistics or a memory to bring, actions"),
+    "evaluate": (9, "statistics or a memory to bring, actions, ALE's vector"),
+    "compile_or_not": (2, "CUDA graphs (ppo_atari_vector)"),
 }
+# Definitions that two scripts must share: all, those that step their environments in Python, and
+# those in which ALE steps a vector of games
+SHARED = {"Run", "fail", "Args", "Episode", "evaluate"}
+SHARED_IN_PYTHON = {"ReplayEnv", "RecordVideo", "VecEnv", "make_env"}
+SHARED_IN_ALE = {"Games", "Film", "make_emulators", "STEPS_PER_SEED"}
 # Flags that two scripts explain differently
 DIFFERENT_FLAGS = {
     "env_id": "ids of games",
@@ -100,7 +106,10 @@ def test_definitions_are_read_whole():
 def test_definitions_of_one_name_are_one_text(a, b):
     one, other = definitions(a.read_text()), definitions(b.read_text())
     shared = one.keys() & other.keys()
-    assert {"ReplayEnv", "RecordVideo", "Run", "fail", "Args"} <= shared
+    assert SHARED <= shared
+    kinds = {path.stem.endswith("_vector") for path in (a, b)}
+    assert (shared & SHARED_IN_PYTHON == SHARED_IN_PYTHON) == (kinds == {False})
+    assert (shared & SHARED_IN_ALE == SHARED_IN_ALE) == (kinds == {True})
     differing = {name for name in shared if one[name] != other[name]}
     assert differing <= DIFFERENT.keys()
 
