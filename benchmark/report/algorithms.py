@@ -14,7 +14,7 @@ class Algorithm:
 
     script: str  # stem of its file, and of its page in docs/
     what: str
-    results: str  # folder in benchmark/results/
+    results: str | None  # folder in benchmark/results/, or None if it has not been trained yet
     env_id: str
 
 
@@ -27,8 +27,12 @@ ALGORITHMS = (
     Algorithm("ppo", "PPO, discrete actions", "ladder_cartpole", "CartPole-v1"),
     Algorithm("ppo_continuous_action", "PPO, continuous actions", "ppo_mujoco", HALF_CHEETAH),
     Algorithm("ppo_atari", "PPO, Atari games", "ppo_atari", PONG),
+    Algorithm("ppo_atari_vector", "PPO, Atari games, played in threads", None, PONG),
     Algorithm("ppo_lstm", "PPO with memory", "ppo_lstm", MASKED),
     Algorithm("ppo_atari_lstm", "PPO with memory, Atari games", "ppo_atari_lstm", PONG),
+    Algorithm(
+        "ppo_atari_lstm_vector", "PPO with memory, Atari games, played in threads", None, PONG
+    ),
     Algorithm("ddpg_continuous_action", "DDPG", "ddpg_mujoco", HALF_CHEETAH),
 )
 
@@ -42,13 +46,16 @@ def make_table(results, speeds):
     rows = []
     for algorithm in ALGORITHMS:
         script = algorithm.script
-        runs = results[algorithm.results]
-        runs = runs[(runs["script"] == script) & (runs["env_id"] == algorithm.env_id)]
+        score = "not trained yet"
+        if algorithm.results is not None:
+            runs = results[algorithm.results]
+            runs = runs[(runs["script"] == script) & (runs["env_id"] == algorithm.env_id)]
+            score = score_text(runs[runs["base"]], algorithm.env_id.rpartition(":")[2])
         rows.append(
             (
                 f"[`{script}.py`]({script}.py)",
                 f"[{algorithm.what}](docs/{script}.md)",
-                score_text(runs[runs["base"]], algorithm.env_id.rpartition(":")[2]),
+                score,
                 speed_text(rounds[rounds["script"] == script]),
             )
         )

@@ -1,5 +1,6 @@
 """The README's table of algorithms."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -73,3 +74,12 @@ def test_a_line_is_of_the_defaults_in_one_environment(monkeypatch):
     table = make_table({"ladder_cartpole": runs}, make_rounds(*speeds))
     score = "CartPole-v1, 4,000,000 steps, 1 seed: 1.00"
     assert table.rows == [("[`ppo.py`](ppo.py)", f"[{line.what}](docs/ppo.md)", score, "3.0")]
+
+
+def test_a_script_without_results_has_its_line(monkeypatch):
+    (line,) = [line for line in ALGORITHMS if line.script == "ppo"]
+    lines = (replace(line, results=None),)
+    monkeypatch.setattr("benchmark.report.algorithms.ALGORITHMS", lines)
+    table = make_table({}, make_rounds(("1", "plainrl", 300.0)))
+    link = "[`ppo.py`](ppo.py)", f"[{line.what}](docs/ppo.md)"
+    assert table.rows == [(*link, "not trained yet", "")]
