@@ -14,7 +14,9 @@ class Algorithm:
 
     script: str  # stem of its file, and of its page in docs/
     what: str
-    results: str | None  # folder in benchmark/results/, or None if it has not been trained yet
+    results: (
+        str | None
+    )  # folder in benchmark/results/, or None where no defaults have been trained yet
     env_id: str
 
 
@@ -46,7 +48,7 @@ def make_table(results, speeds):
     rows = []
     for algorithm in ALGORITHMS:
         script = algorithm.script
-        score = "not trained yet"
+        score = "no score yet"
         if algorithm.results is not None:
             runs = results[algorithm.results]
             runs = runs[(runs["script"] == script) & (runs["env_id"] == algorithm.env_id)]

@@ -82,4 +82,4 @@ def test_a_script_without_results_has_its_line(monkeypatch):
     monkeypatch.setattr("benchmark.report.algorithms.ALGORITHMS", lines)
     table = make_table({}, make_rounds(("1", "plainrl", 300.0)))
     link = "[`ppo.py`](ppo.py)", f"[{line.what}](docs/ppo.md)"
-    assert table.rows == [(*link, "not trained yet", "")]
+    assert table.rows == [(*link, "no score yet", "")]
