@@ -171,13 +171,15 @@ def make_emulators(env_id, num_envs, num_threads, **options):
     check(known, f"{env_id} is not an Atari game: NAMENoFrameskip-v4 or ALE/NAME-v5")
     gym.register_envs(ale_py)
     try:
-        game = gym.spec(env_id).kwargs
-        check("game" in game, f"can't make {env_id}: it is not registered as a game of ALE's")
+        settings = gym.spec(env_id).kwargs
+        needed = {"game", "repeat_action_probability", "max_num_frames_per_episode"}
+        missing = ", ".join(sorted(needed - settings.keys()))
+        check(not missing, f"can't make {env_id}: it is registered without {missing}")
         emulators = AtariVectorEnv(
-            game["game"],
+            settings["game"],
             num_envs,
             num_threads=num_threads,
-            repeat_action_probability=game["repeat_action_probability"],
+            repeat_action_probability=settings["repeat_action_probability"],
             autoreset_mode="SameStep",
             # ALE starts with no-ops (A1), repeats actions (A4) and warps frames (A5). Games does
             # the rest
@@ -265,6 +267,7 @@ class Games:
     def __init__(self, env_id, num_envs, seed, args, film=None, max_steps=math.inf):
         num_threads = args.emulator_threads or args.num_threads
         self.emulators = make_emulators(env_id, num_envs, num_threads)
+        atexit.register(self.close)
         self.num_actions = self.emulators.single_action_space.n
         self.opening = np.array([0])  # after a lost life a no-op (A3)
         if ale_py.Action.FIRE in self.emulators.ale.get_action_set():
@@ -372,6 +375,7 @@ class Games:
 
     def close(self):
         """Frees the emulators, of which nanobind complains if they outlive Python."""
+        atexit.unregister(self.close)
         self.emulators = None
         if self.film is not None:
             self.film.close()
@@ -1322,7 +1326,6 @@ if __name__ == "__main__":
     if video_dir and not args.evaluate:
         film = Film(args.env_id, video_dir, args.video_interval)
     envs = Games(args.env_id, args.num_envs, args.seed, args, film)
-    atexit.register(envs.close)
     agent = Agent(envs.num_actions, args).to(device)
     run = Run(args, saved, args.num_iterations * args.batch_size, args.checkpoint_interval)
     if args.evaluate or args.init_from:

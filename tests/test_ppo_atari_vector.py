@@ -26,7 +26,7 @@ import pytest
 import torch
 from slow_atari_games import through_a_file
 from test_ppo import as_coefs
-from test_ppo_atari import KILLED, assert_advantages_equal_a_sum, results
+from test_ppo_atari import GAMES, KILLED, LIFE, assert_advantages_equal_a_sum, results
 from torch import nn
 
 import ppo_atari
@@ -201,18 +201,6 @@ def wrapped(monkeypatch, spy, i, env_id, gray_first):
     # After a truncation a game of the vector has a new seed, after a termination only seldom
     env.steps_per_seed = 1 if env_id.startswith("ShortPong") else 10**9
     return ppo_atari.VecEnv([env], 1)
-
-
-LIFE = {"life", "termination"}
-GAMES = {
-    "BreakoutNoFrameskip-v4": LIFE,
-    "SeaquestNoFrameskip-v4": LIFE,
-    "QbertNoFrameskip-v4": LIFE,
-    "ALE/Breakout-v5": LIFE,
-    "PongNoFrameskip-v4": set(),
-    "FreewayNoFrameskip-v4": set(),
-    "ShortPongNoFrameskip-v4": {"truncation"},
-}
 
 
 def compare(monkeypatch, env_id, num_steps, gray_first=True):

@@ -14,9 +14,7 @@ class Algorithm:
 
     script: str  # stem of its file, and of its page in docs/
     what: str
-    results: (
-        str | None
-    )  # folder in benchmark/results/, or None where no defaults have been trained yet
+    results: str | None  # folder in benchmark/results/; None before runs with the defaults
     env_id: str
 
 
