@@ -4,10 +4,10 @@
 
 Each folder of benchmark/results/ that has a runs.csv gets report.md and one PNG: ablation.png where
 variants are set beside their script's defaults over several environments, else overview.png.
-speed.csv becomes speed_chart.png. In README.md, benchmark/results/README.md and docs/*.md, the text
-between <!-- table: NAME --> and <!-- end of table --> is replaced. NAME is a folder of
-benchmark/results/, such a name with _gains (what each variant gains on the defaults), algorithms,
-or one of benchmark.speed's tables.
+speed.csv becomes speed_chart.png, games.csv games.png. In README.md, benchmark/results/README.md
+and docs/*.md, the text between <!-- table: NAME --> and <!-- end of table --> is replaced. NAME is
+a folder of benchmark/results/, such a name with _gains (what each variant gains on the defaults),
+algorithms, or one of benchmark.speed's tables.
 """
 
 import re
@@ -33,7 +33,7 @@ from benchmark.report.blocks import (
 )
 from benchmark.report.formats import mean_std, number, with_interval
 from benchmark.runs import SCORE_NAME, read, read_published
-from benchmark.speed import chart
+from benchmark.speed import chart, games
 from benchmark.speed import tables as speed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -262,6 +262,7 @@ def redraw():
         print(f"benchmark/results/{found.name}", flush=True)
         write_results(found, published)
     chart.draw(speed.read(RESULTS / "speed.csv"), RESULTS / "speed_chart.png")
+    games.draw(pd.read_csv(RESULTS / "games.csv"), RESULTS / "games.png")
     tables = make_tables(results, published)
     for path in pages():
         text = path.read_text(encoding="utf-8")

@@ -38,8 +38,14 @@ TASKS = {
     "ppo_atari": Task(
         "BreakoutNoFrameskip-v4", 1024, threads=CORES, steps=10240, atari=True, amp=True
     ),
+    "ppo_atari_vector": Task(
+        "BreakoutNoFrameskip-v4", 1024, threads=CORES, steps=10240, atari=True, amp=True
+    ),
     "ppo_atari_lstm": Task(
         "BreakoutNoFrameskip-v4", 1024, threads=CORES, steps=8192, atari=True, amp=True
+    ),
+    "ppo_atari_lstm_vector": Task(
+        "BreakoutNoFrameskip-v4", 1024, threads=CORES, steps=10240, atari=True, amp=True
     ),
     # Stable-Baselines3's DDPG learns after its 100th step, so that its first iteration isn't seen
     "ddpg_continuous_action": Task(
@@ -230,7 +236,9 @@ def sb3_ddpg_continuous_action(work, timed):
 SB3_MODELS = {
     "ppo_continuous_action": sb3_ppo_continuous_action,
     "ppo_atari": sb3_ppo_atari,
+    "ppo_atari_vector": sb3_ppo_atari,
     "ppo_atari_lstm": sb3_ppo_atari_lstm,
+    "ppo_atari_lstm_vector": sb3_ppo_atari_lstm,
     "ddpg_continuous_action": sb3_ddpg_continuous_action,
 }
 

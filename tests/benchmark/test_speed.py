@@ -4,8 +4,10 @@ import json
 import resource
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from sb3_contrib import RecurrentPPO
@@ -16,7 +18,7 @@ import ppo_atari
 import ppo_atari_lstm
 import ppo_continuous_action
 from benchmark.speed import __main__ as command
-from benchmark.speed import chart, measure, peers, tables
+from benchmark.speed import chart, games, measure, peers, tables
 from benchmark.speed.measure import FailedError, MeasureError, RefusedError
 from benchmark.speed.peers import Work
 
@@ -470,7 +472,7 @@ def test_workers_start_up_has_no_imports_of_ours():
     + [("plainrl --amp", name) for name, task in peers.TASKS.items() if task.amp],
 )
 def test_scripts_understand_their_command_lines(program, script, monkeypatch, tmp_path):
-    module = sys.modules[script]
+    module = import_module(script)
     work = Work(script, peers.TASKS[script].env_id, 20480, 3)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", peers.command_of(program, work)[1:])
@@ -482,7 +484,7 @@ def test_scripts_understand_their_command_lines(program, script, monkeypatch, tm
 
 @pytest.mark.parametrize("script", [name for name in peers.TASKS if name.startswith("ppo")])
 def test_rollouts_are_the_scripts_defaults(script):
-    args = sys.modules[script].Args()
+    args = import_module(script).Args()
     assert peers.TASKS[script].rollout == args.num_envs * args.num_steps
     assert peers.TASKS[script].amp == hasattr(args, "amp")
 
@@ -601,3 +603,52 @@ def test_sb3_has_the_hyper_parameters_of_ddpg_continuous_action(learned):
     agent = ddpg_continuous_action.Agent(3, 1, args.hidden_sizes)
     for ours, theirs in ((agent.actor, sb3.actor.mu), (agent.critic, sb3.critic.qf0)):
         assert [p.shape for p in ours.parameters()] == [p.shape for p in theirs.parameters()]
+
+
+# --------------------------------------------------------------------------------------------------
+# Parts of the time, by the number of games
+# --------------------------------------------------------------------------------------------------
+
+
+def test_games_times_each_part_and_measures_nothing_twice(tmp_path, monkeypatch, capsys):
+    """What a user gets: a row for each number of games, the parts of whose time add up."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    words = ["games", "--out", f"{tmp_path}/games.csv", "--env-id", "PongNoFrameskip-v4"]
+    words += ["--amp", "False", "--threads", "1", "--seconds", "0", "--games", "1"]
+    for games_of_run in ([], ["2"]):
+        monkeypatch.setattr(sys, "argv", [*words, *games_of_run])
+        games.main()
+    assert capsys.readouterr().out.count("games 1") == 1
+    rows = pd.read_csv(tmp_path / "games.csv")
+    assert rows["games"].tolist() == [1, 2]
+    parts = [f"{part}_seconds" for part in ("games", "policy", "update")]
+    assert (rows[parts] > 0).all(axis=None)
+    steps = pd.Series([128, 256])
+    assert (steps / rows[parts].sum(axis=1)).tolist() == pytest.approx(
+        rows["steps_per_second"], rel=1e-3
+    )
+    assert (tmp_path / "games.png").stat().st_size > 5000
+
+
+def test_games_clock_adds_up_the_seconds_of_calls(monkeypatch):
+    times = iter([1.0, 3.0, 10.0, 10.5])
+    monkeypatch.setattr(games.time, "perf_counter", lambda: next(times))
+    clock = games.Clock(lambda x, y: x + y)
+    assert [clock(1, 2), clock(3, 4)] == [3, 7] and clock.seconds == 2.5
+
+
+def test_games_draws_a_bar_for_each_part_of_a_steps_time():
+    """Milliseconds: 128 steps of each of 8 games in (0.1 + 0.2 + 0.3) s are 0.586 ms a step."""
+    row = {"env_id": "x", "amp": False, "threads": 1, "games": 8, "steps_per_second": 1706.7}
+    row |= {"games_seconds": 0.1, "policy_seconds": 0.2, "update_seconds": 0.3}
+    slower = {"amp": True, "games": 4}  # half as many steps in the same time
+    figure = games.make_figure(pd.DataFrame([row, row | slower]))
+    for axes, top in zip(figure.axes, (0.6, 1.2)):
+        heights = [bar.get_height() for bar in axes.patches]
+        assert heights == pytest.approx([top * part / 1.024 for part in (1 / 6, 2 / 6, 3 / 6)])
+        last = axes.patches[-1]
+        assert last.get_y() + last.get_height() == pytest.approx(top / 1.024)
+    assert [axes.get_title() for axes in figure.axes] == [
+        "float32, threads: 1",
+        "bfloat16, threads: 1",
+    ]
