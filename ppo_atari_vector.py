@@ -21,11 +21,16 @@ learning and run folder are those of ppo_atari.py, and so are the details, numbe
 games are the same too, but for this:
 
 - A2, A3: the no-op after a lost life, FIRE and the action after it are steps of the learner's, in
-  which its actions don't count. A vector of games can't step one of them alone.
-- A1: a game starts with 0 to 29 no-ops, not 1 to 30, which ALE draws.
-- A4, A5: ALE makes two frames gray and then takes their maximum, not the other way round.
-- A time limit cuts a game after the four frames of an action, not between them.
-- The last frame of a game that is over is an older one. Nothing is learned from it.
+  which its actions don't count. A vector of games can't step one of them alone. A life lost in
+  them begins them again.
+
+The rest is ALE's own way:
+
+- A1: ALE draws 0 to 29 no-ops for the start of a game, not 1 to 30.
+- A4, A5: it makes two frames gray and then takes their maximum, not the other way round.
+- It reports a time limit after the four frames of an action, not between them.
+- It doesn't draw the last frames of a game that is over. A termination has no next value, so
+  nothing is learned from them.
 
 Diff it against ppo_atari.py or ppo_atari_lstm_vector.py.
 
@@ -87,7 +92,7 @@ class Args:
     seed: int = 1  # seed of the networks, the action noise, the minibatches and the environments
     torch_deterministic: bool = True  # use deterministic cuDNN algorithms
     cuda: bool = True  # use a GPU where there is one
-    compile: bool = True  # compile the update, which takes half a minute the first time
+    compile: bool = True  # compile policy and update, which takes a minute the first time
     num_threads: int = 0  # threads of PyTorch (0: chosen by the script)
     track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "plainrl"  # project at Weights & Biases
@@ -137,7 +142,7 @@ def parse_args():
     check(args.total_timesteps > 0, "--total-timesteps must be above 0")
     check(args.learning_rate > 0, "--learning-rate must be above 0")
     check(args.num_envs > 0, "--num-envs must be above 0")
-    check(args.emulator_threads >= 0, "--emulator-threads must be 0 or above")
+    check(0 <= args.emulator_threads < 1024, "--emulator-threads must be from 0 to 1023")
     check(args.num_steps > 0, "--num-steps must be above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
     check(0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1")
@@ -175,15 +180,18 @@ def make_emulators(env_id, num_envs, num_threads, **options):
     check(known, f"{env_id} is not an Atari game: NAMENoFrameskip-v4 or ALE/NAME-v5")
     gym.register_envs(ale_py)
     try:
-        settings = gym.spec(env_id).kwargs
-        needed = {"game", "repeat_action_probability", "max_num_frames_per_episode"}
-        missing = ", ".join(sorted(needed - settings.keys()))
-        check(not missing, f"can't make {env_id}: it is registered without {missing}")
+        spec = gym.spec(env_id)
+        plain = spec.entry_point == "ale_py.env:AtariEnv" and spec.max_episode_steps is None
+        settings = {"frameskip": 4, "full_action_space": False} | spec.kwargs
+        names = {"game", "repeat_action_probability", "max_num_frames_per_episode"}
+        same = plain and settings.keys() == names | {"frameskip", "full_action_space"}
+        check(same, f"can't make {env_id}: it isn't registered the way ale-py registers games")
         emulators = AtariVectorEnv(
             settings["game"],
             num_envs,
             num_threads=num_threads,
             repeat_action_probability=settings["repeat_action_probability"],
+            full_action_space=settings["full_action_space"],
             autoreset_mode="SameStep",
             # ALE starts with no-ops (A1), repeats actions (A4) and warps frames (A5). Games does
             # the rest
@@ -193,7 +201,14 @@ def make_emulators(env_id, num_envs, num_threads, **options):
             max_num_frames_per_episode=10**9,
             **options,
         )
-    except (gym.error.Error, ImportError, AssertionError, RuntimeError) as error:
+    except (
+        gym.error.Error,
+        ImportError,
+        AssertionError,
+        TypeError,
+        OSError,
+        RuntimeError,
+    ) as error:
         fail(f"can't make {env_id}: {' '.join(str(error).split())}")
     actions = emulators.ale.get_action_set()
     check(actions[0] == ale_py.Action.NOOP, f"{env_id} has no NOOP action (A1)")
@@ -269,7 +284,7 @@ class Games:
     """
 
     def __init__(self, env_id, num_envs, seed, args, film=None, max_steps=math.inf):
-        num_threads = args.emulator_threads or args.num_threads
+        num_threads = min(args.emulator_threads or args.num_threads, num_envs)
         self.emulators = make_emulators(env_id, num_envs, num_threads)
         atexit.register(self.close)
         self.num_actions = self.emulators.single_action_space.n
@@ -323,8 +338,8 @@ class Games:
     def step(self, actions):
         """Steps each game by its action, int64 (num_envs,), or in an opening by the opening's.
 
-        Returns the rewards, float64, the terminations (of a game or a life) and truncations, bool,
-        all (num_envs,), and the games that ended.
+        Returns the rewards' signs, int32, the terminations (of a game or a life) and truncations,
+        bool, all (num_envs,), and the games that ended.
         """
         for game_actions, action in zip(self.actions, actions.tolist()):
             game_actions.append(action)
@@ -409,6 +424,8 @@ class Games:
             self.seeds[i] = game["seed"]
             if steps[i] > 0:
                 all_actions[-steps[i] :, i] = game["actions"].numpy()
+        if not 0 <= all_actions.min(initial=0) <= all_actions.max(initial=0) < self.num_actions:
+            raise ValueError("an action is none of the game's")  # of which ALE would never return
         film = self.film
         self.film = None
         for step in range(steps.max() + 1):
@@ -1316,8 +1333,9 @@ if __name__ == "__main__":
     run.restore(agent=agent, optimizer=optimizer, envs=envs)
     step_minibatches = compile_or_not(update_minibatches, args, device, "update")
     policy = Policy(agent, args, device)
-    for tensor in (optimizer.params, *optimizer.buffers()):
-        torch._dynamo.mark_static_address(tensor)  # a CUDA graph may write to it in place
+    if args.compile:
+        for tensor in (optimizer.params, *optimizer.buffers()):
+            torch._dynamo.mark_static_address(tensor)  # a CUDA graph may write to it in place
 
     for iteration in run.iterations():  # counted from 0
         remaining = 1.0 - iteration / args.num_iterations
@@ -1377,6 +1395,5 @@ if __name__ == "__main__":
                 results = evaluate(agent, args, stream=2)
             run.log_evaluation(results)
 
-    envs.close()
     if run.stop_signal is None:
         run.finish(evaluate(agent, args, video_dir))

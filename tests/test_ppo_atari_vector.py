@@ -7,8 +7,10 @@ the script shares with ppo_atari.py is tested there.
 import atexit
 import copy
 import json
+import os
 import shutil
 import signal
+import subprocess
 import sys
 import weakref
 from contextlib import nullcontext
@@ -37,6 +39,7 @@ SMALL = (
     "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 2 --no-compile --no-cuda "
     "--num-threads 1 --eval-episodes 2 --eval-max-steps 50 --emulator-threads 1"
 )
+gym.register_envs(ale_py)
 gym.register(
     "VectorCutNoFrameskip-v4",
     "ale_py.env:AtariEnv",
@@ -45,6 +48,19 @@ gym.register(
         "repeat_action_probability": 0.0,
         "max_num_frames_per_episode": 47,  # ten steps after seven no-ops
     },
+)
+PONG = gym.spec("PongNoFrameskip-v4")
+UNLIKE = {  # registered otherwise than ale-py's games
+    "DifficultNoFrameskip-v4": {"kwargs": PONG.kwargs | {"difficulty": 1}},
+    "HurriedNoFrameskip-v4": {"kwargs": PONG.kwargs, "max_episode_steps": 80},
+    "ForeignNoFrameskip-v4": {"kwargs": PONG.kwargs, "entry_point": "ppo_atari:make_env"},
+}
+for env_id, settings in UNLIKE.items():
+    gym.register(env_id, **({"entry_point": PONG.entry_point} | settings))
+gym.register(
+    "AllActionsNoFrameskip-v4",
+    PONG.entry_point,
+    kwargs=PONG.kwargs | {"full_action_space": True},
 )
 NAMES = [ale_py.Action.NOOP, ale_py.Action.UP, ale_py.Action.RIGHT, ale_py.Action.LEFT]
 NAMES_WITH_FIRE = [ale_py.Action.NOOP, ale_py.Action.FIRE, *NAMES[2:]]
@@ -381,6 +397,7 @@ def test_an_end_at_the_limit(fake, script, terminated, truncated, limit):
 
 def test_a_game_gets_a_new_seed_after_steps_per_seed_steps(fake, monkeypatch):
     """With the game that starts then; its seeds are its own."""
+    assert ppo.STEPS_PER_SEED == 10_000
     monkeypatch.setattr(ppo, "STEPS_PER_SEED", 12)
     made = fake({2: "life", 5: "over"}, {11: "life", 12: "over"})
     games = make_games(num_envs=2)
@@ -408,10 +425,10 @@ def test_games_of_other_runs_have_other_seeds(fake):
 
 def test_games_are_played_by_as_many_threads_as_pytorch_has_unless_told(fake):
     made = fake({})
-    for emulator_threads in (0, 5):
+    for emulator_threads in (0, 4, 9):  # never more than games
         args = ppo.Args(emulator_threads=emulator_threads, num_threads=3)
-        ppo.Games("PongNoFrameskip-v4", 4, 1, args)
-    assert [games.num_threads for games in made] == [3, 5]
+        ppo.Games("PongNoFrameskip-v4", 5, 1, args)
+    assert [games.num_threads for games in made] == [3, 4, 5]
 
 
 def test_evaluations_have_seeds_of_their_own(fake):
@@ -523,10 +540,27 @@ def test_a_game_that_does_not_come_back_is_reported_and_starts_a_new_one(change,
     step(others, 2, 3)
 
 
+@pytest.mark.parametrize("wrong", [-1, 6, 200])
+def test_an_action_that_the_game_does_not_have_is_refused(wrong):
+    """ALE's threads would never return from it."""
+    state = make_games("PongNoFrameskip-v4", 2, 2).state_dict()
+    state["games"][1]["actions"] = torch.tensor([0, wrong, 0])
+    with pytest.raises(ValueError, match="none of the game's"):
+        make_loaded(state)
+
+
 def make_loaded(state):
     games = make_games("PongNoFrameskip-v4", 2, 2)
     games.load_state_dict(through_a_file(state))
     return games
+
+
+def test_python_has_the_run_to_play_on_with_after_its_end(run_script):
+    """As with python -i."""
+    flags = f"{SMALL} --env-id PongNoFrameskip-v4 --total-timesteps 32 --eval-max-steps 3"
+    ran = run_script(SCRIPT, *flags.split())
+    obs, *_ = ran.rollout(ran.policy, ran.envs, 4)
+    assert obs.shape == (4, 2, 84, 84, 4)
 
 
 # The film
@@ -603,6 +637,13 @@ def test_a_resumed_run_films_nothing_but_its_games(films, tmp_path, monkeypatch)
         assert np.array_equal(frames, before[name]), name
 
 
+def test_every_game_of_an_evaluation_is_filmed(films, tmp_path):
+    args = ppo.Args(env_id="PongNoFrameskip-v4", emulator_threads=1, video_interval=7)
+    args.eval_episodes, args.eval_max_steps = 3, 2
+    ppo.evaluate(make_agent(num_actions=6), args, tmp_path)
+    assert sorted(films) == [f"episode-{i}.mp4" for i in range(3)]
+
+
 def test_close_frees_the_emulators(films, tmp_path):
     """Of the games and of the film."""
     games = film_games(tmp_path)
@@ -626,9 +667,9 @@ def random_obs(num):
     return np.random.randint(0, 256, (num, 84, 84, 4)).astype(np.uint8)
 
 
-def make_agent(amp=False):
+def make_agent(amp=False, num_actions=4):
     """An agent whose outputs depend on the observation more than those of a new one."""
-    agent = ppo.Agent(4, amp)
+    agent = ppo.Agent(num_actions, amp)
     nn.init.normal_(agent.actor.weight, std=0.3)
     return agent
 
@@ -914,6 +955,7 @@ def test_evaluate_plays_the_same_games(server, whole):
         ("ALE/Breakuot-v5", ["can't make", "Breakout"]),
         ("ALE/Backgammon-v5", ["no NOOP"]),
         ("NoEmulatorNoFrameskip-v4", ["can't make NoEmulatorNoFrameskip-v4"]),
+        *((env_id, [f"can't make {env_id}", "registered"]) for env_id in UNLIKE),
     ],
 )
 def test_what_is_no_atari_game_is_refused_with_one_sentence(env_id, words, capsys):
@@ -925,6 +967,53 @@ def test_what_is_no_atari_game_is_refused_with_one_sentence(env_id, words, capsy
     assert all(word in error for word in words), error
 
 
-def test_a_negative_number_of_threads_is_refused(refused):
-    sentence = "error: --emulator-threads must be 0 or above\n"
-    assert refused(ppo, ["--emulator-threads", "-1"]) == sentence
+def test_games_have_the_actions_that_they_are_registered_with():
+    assert make_games("AllActionsNoFrameskip-v4").num_actions == 18
+    assert make_games("PongNoFrameskip-v4").num_actions == 6
+
+
+def test_missing_games_end_in_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ALE_ROMS_DIR", str(tmp_path / "none"))
+    with pytest.raises(SystemExit, match="2"):
+        make_games()
+    assert "can't make PongNoFrameskip-v4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["-1", "1024", "3000000000"])
+def test_numbers_of_threads_that_there_cannot_be_are_refused(refused, number):
+    sentence = "error: --emulator-threads must be from 0 to 1023\n"
+    assert refused(ppo, ["--emulator-threads", number]) == sentence
+
+
+def test_threads_of_pytorch_do_not_spin_unless_told():
+    """OpenMP reads it when torch is imported, so it must be set before."""
+    code = (
+        "import os, sys; sys.modules['torch'] = None\n"
+        "try: import ppo_atari_vector\n"
+        "except ImportError as error: print(error.name, os.environ['GOMP_SPINCOUNT'])"
+    )
+    for own, expected in (({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7")):
+        env = {name: x for name, x in os.environ.items() if name != "GOMP_SPINCOUNT"} | own
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=SCRIPT.parent, env=env, capture_output=True, text=True)
+        assert done.stdout.split() == ["torch", expected], done.stderr
+
+
+def test_a_gpu_gets_observations_from_pinned_memory(fake, monkeypatch):
+    fake({})
+    asked = []
+    zeros = torch.zeros
+
+    def without_pinning(*shape, pin_memory=False, **options):
+        asked.append(pin_memory)
+        return zeros(*shape, **options)
+
+    monkeypatch.setattr(torch, "zeros", without_pinning)
+    args = ppo.Args(compile=False, emulator_threads=1)
+    policy = ppo.Policy(make_agent(), args, torch.device("cpu"))
+    for kind, expected in (("cpu", False), ("cuda", True)):
+        policy.step = lambda obs: (zeros(1, 4).numpy(), zeros(1).numpy())
+        policy.device = torch.device(kind)
+        asked.clear()
+        ppo.rollout(policy, make_games(), 2)
+        assert asked == [expected]

@@ -1,6 +1,7 @@
 """Scripts stand alone, so they repeat each other: what two of them repeat is the same text."""
 
 import ast
+import difflib
 import re
 import sys
 from itertools import combinations
@@ -182,3 +183,68 @@ def test_docstring_names_neighbours_and_a_command(path):
     neighbours = re.search(r"Diff it against (\S+\.py(?: or \S+\.py)*)\.", words)[1].split(" or ")
     assert all((ROOT / name).is_file() and name != path.name for name in neighbours)
     assert f" python {path.name} --env-id " in words
+
+
+GAMES_IN_PYTHON = """
+training_video_dir = None if args.evaluate else video_dir
+envs = [make_env(args.env_id, training_video_dir, args.video_interval)]
+envs += [make_env(args.env_id) for _ in range(args.num_envs - 1)]
+envs = VecEnv(envs, args.seed)
+atexit.register(envs.envs.clear)  # ale-py complains about games that outlive Python
+envs.close()
+"""
+GAMES_IN_ALE = """
+film = None
+if video_dir and not args.evaluate:
+film = Film(args.env_id, video_dir, args.video_interval)
+envs = Games(args.env_id, args.num_envs, args.seed, args, film)
+"""
+# The lines in which the main block of a script whose games are played by ALE differs from that of
+# the script whose games are played in Python
+MAIN_BLOCKS = {
+    "ppo_atari": (
+        """
+agent = Agent(envs.action_space.n, args.amp).to(device)
+step_minibatches = compile_or_not(update_minibatches, args, device)
+# With one autocast around the rollout, the weights are converted to bfloat16 only once
+with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
+agent, envs, args.num_steps
+""",
+        """
+agent = Agent(envs.num_actions, args.amp).to(device)
+step_minibatches = compile_or_not(update_minibatches, args, device, "update")
+policy = Policy(agent, args, device)
+if args.compile:
+for tensor in (optimizer.params, *optimizer.buffers()):
+torch._dynamo.mark_static_address(tensor)  # a CUDA graph may write to it in place
+policy, envs, args.num_steps
+""",
+    ),
+    "ppo_atari_lstm": (
+        """
+agent = Agent(envs.action_space.n, args).to(device)
+just_reset = torch.tensor([not env.actions for env in envs.envs])
+_, bootstrap_values, _ = agent.step(bootstrap_obs, torch.stack(bootstrap_memory, 1))
+""",
+        """
+agent = Agent(envs.num_actions, args).to(device)
+just_reset = torch.tensor([not actions for actions in envs.actions])
+_, bootstrap_values, _ = agent.step(bootstrap_obs[..., 3], torch.stack(bootstrap_memory, 1))
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAIN_BLOCKS)
+def test_main_blocks_of_one_algorithm_differ_in_games_alone(name):
+    """So what the tests find in one of them is true of the other."""
+    blocks = []
+    for stem in (name, f"{name}_vector"):
+        text = (ROOT / f"{stem}.py").read_text()
+        block = text[text.index('if __name__ == "__main__":') :]
+        blocks.append([line.strip() for line in block.splitlines()])
+    in_python, in_ale = MAIN_BLOCKS[name]
+    changes = [line for line in difflib.ndiff(*blocks) if line[0] in "-+"]
+    for sign, expected in (("- ", GAMES_IN_PYTHON + in_python), ("+ ", GAMES_IN_ALE + in_ale)):
+        found = [line.removeprefix(sign) for line in changes if line.startswith(sign)]
+        assert sorted(found) == sorted(line for line in expected.splitlines() if line)
