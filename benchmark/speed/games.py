@@ -5,7 +5,7 @@
 writes a CSV and, beside it, a PNG of the same name. Each row is a process of its own, which times
 iterations: a rollout, of which the games and the policy are parts, and an update with random
 advantages. Threads are those of the games and of PyTorch. The first iteration, which compiles,
-doesn't count; nor does what else an iteration does, which is a hundredth of its time.
+doesn't count, nor does what else an iteration does.
 """
 
 import json

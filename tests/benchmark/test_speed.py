@@ -624,9 +624,8 @@ def test_games_times_each_part_and_measures_nothing_twice(tmp_path, monkeypatch,
     parts = [f"{part}_seconds" for part in ("games", "policy", "update")]
     assert (rows[parts] > 0).all(axis=None)
     steps = pd.Series([128, 256])
-    assert (steps / rows[parts].sum(axis=1)).tolist() == pytest.approx(
-        rows["steps_per_second"], rel=1e-3
-    )
+    speeds = steps / rows[parts].sum(axis=1)
+    assert speeds.tolist() == pytest.approx(rows["steps_per_second"], rel=0.02)  # both are rounded
     assert (tmp_path / "games.png").stat().st_size > 5000
 
 
