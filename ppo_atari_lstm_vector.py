@@ -167,16 +167,23 @@ def make_emulators(env_id, num_envs, num_threads, **options):
 
     In the v5 games the emulator repeats the last action with probability 0.25.
     """
-    known = re.fullmatch(r"\w+NoFrameskip-v4|ALE/\w+-v5", env_id)
-    check(known, f"{env_id} is not an Atari game: NAMENoFrameskip-v4 or ALE/NAME-v5")
+    is_atari = re.fullmatch(r"\w+NoFrameskip-v4|ALE/\w+-v5", env_id)
+    check(is_atari, f"{env_id} is not an Atari game: NAMENoFrameskip-v4 or ALE/NAME-v5")
     gym.register_envs(ale_py)
     try:
         spec = gym.spec(env_id)
-        plain = spec.entry_point == "ale_py.env:AtariEnv" and spec.max_episode_steps is None
         settings = {"frameskip": 4, "full_action_space": False} | spec.kwargs
-        names = {"game", "repeat_action_probability", "max_num_frames_per_episode"}
-        same = plain and settings.keys() == names | {"frameskip", "full_action_space"}
-        check(same, f"can't make {env_id}: it isn't registered the way ale-py registers games")
+        known = settings.keys() == {
+            "game",
+            "repeat_action_probability",
+            "max_num_frames_per_episode",
+            "frameskip",
+            "full_action_space",
+        }
+        plain = spec.entry_point == "ale_py.env:AtariEnv" and spec.max_episode_steps is None
+        limited = isinstance(settings.get("max_num_frames_per_episode"), int)
+        advice = "it must be registered the way ale-py registers games"
+        check(known and plain and limited, f"can't make {env_id}: {advice}")
         emulators = AtariVectorEnv(
             settings["game"],
             num_envs,

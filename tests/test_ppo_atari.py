@@ -850,17 +850,17 @@ class NoEmulator(gym.Env):
 gym.register("NoEmulatorNoFrameskip-v4", NoEmulator)
 
 
-@pytest.mark.parametrize(
-    "env_id, words",
-    [
-        ("CartPole-v1", ["CartPole-v1", "NAMENoFrameskip-v4", "ALE/NAME-v5"]),
-        ("Breakout-v4", ["NAMENoFrameskip-v4"]),
-        ("BreakotNoFrameskip-v4", ["can't make", "BreakoutNoFrameskip"]),
-        ("ALE/Breakuot-v5", ["can't make", "Breakout"]),
-        ("ALE/Backgammon-v5", ["no NOOP"]),
-        ("NoEmulatorNoFrameskip-v4", ["can't make NoEmulatorNoFrameskip-v4"]),
-    ],
-)
+REFUSED = [  # what is no game, and words of the sentence that says so
+    ("CartPole-v1", ["CartPole-v1", "NAMENoFrameskip-v4", "ALE/NAME-v5"]),
+    ("Breakout-v4", ["NAMENoFrameskip-v4"]),
+    ("BreakotNoFrameskip-v4", ["can't make", "BreakoutNoFrameskip"]),
+    ("ALE/Breakuot-v5", ["can't make", "Breakout"]),
+    ("ALE/Backgammon-v5", ["no NOOP"]),
+    ("NoEmulatorNoFrameskip-v4", ["can't make NoEmulatorNoFrameskip-v4"]),
+]
+
+
+@pytest.mark.parametrize("env_id, words", REFUSED)
 def test_what_is_no_atari_game_is_refused_with_one_sentence(env_id, words, run_script, capsys):
     run_script(SCRIPT, "--env-id", env_id, code=2)
     (error,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error:")]

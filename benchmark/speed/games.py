@@ -25,6 +25,7 @@ import tyro
 from matplotlib.figure import Figure
 
 from benchmark.report import figures
+from benchmark.speed.__main__ import check_output, refuse
 from benchmark.speed.peers import ROOT
 
 DPI = 110
@@ -109,19 +110,33 @@ def work(env_id, amp, threads, num_envs, seconds):
     return {part: median(found) for part, *found in zip(PARTS, *rows[1:])}
 
 
+def read_rows(path):
+    """The rows of a CSV that there may be -> [dict]. Ends the program if it isn't such a CSV."""
+    check_output(path)
+    if path.stat().st_size == 0:
+        return []
+    try:
+        rows = pd.read_csv(path)
+    except ValueError:
+        rows = pd.DataFrame()
+    if not {*KEYS} <= {*rows.columns}:
+        refuse(f"{path} isn't a CSV of this program: give another file")
+    return rows.to_dict("records")
+
+
 def measure(args):
     """Measures what the CSV doesn't hold yet and writes it after each row -> DataFrame."""
-    rows = []
-    if args.out.exists():
-        rows = pd.read_csv(args.out).to_dict("records")
-    done = {tuple(row[key] for key in KEYS) for row in rows}
+    rows = read_rows(args.out)
+    measured = {tuple(row[key] for key in KEYS) for row in rows}
     for cell in product([args.env_id], args.amp, args.threads, args.games):
-        if cell in done:
+        if cell in measured:
             continue
         command = [sys.executable, "-m", "benchmark.speed.games", "work"]
         command.append(json.dumps([*cell, args.seconds]))
-        output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE)
-        seconds = json.loads(output.stdout.splitlines()[-1])
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE)
+        if done.returncode != 0:  # it has said why
+            sys.exit(done.returncode)
+        seconds = json.loads(done.stdout.splitlines()[-1])
         row = dict(zip(KEYS, cell))
         row["steps_per_second"] = round(NUM_STEPS * row["games"] / sum(seconds.values()), 1)
         row |= {f"{part}_seconds": round(seconds[part], 4) for part in PARTS}
@@ -166,6 +181,8 @@ def main():
         print(json.dumps(work(*json.loads(sys.argv[2]))))
         return
     args = tyro.cli(Args, prog="python -m benchmark.speed.games", description=__doc__)
+    if min((*args.games, *args.threads), default=0) < 1:
+        refuse("--games and --threads must be numbers above 0")
     draw(measure(args), args.out.with_suffix(".png"))
 
 

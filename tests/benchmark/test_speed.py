@@ -629,6 +629,28 @@ def test_games_times_each_part_and_measures_nothing_twice(tmp_path, monkeypatch,
     assert (tmp_path / "games.png").stat().st_size > 5000
 
 
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--out", "games.png"], "error: --out games.png must end in .csv"),
+        (["--out", "other.csv"], "error: other.csv isn't a CSV of this program"),
+        (["--out", "games.csv", "--games", "0"], "error: --games and --threads must be"),
+        (["--out", "games.csv", "--env-id", "Pong"], "error: Pong is not an Atari game"),
+    ],
+)
+def test_games_refuses_bad_input_in_one_sentence(flags, sentence, tmp_path, monkeypatch, capfd):
+    """What a process that times has said is enough."""
+    monkeypatch.chdir(tmp_path)
+    Path("other.csv").write_text("a,b\n1,2\n")
+    monkeypatch.setattr(sys, "argv", ["games", *flags])
+    with pytest.raises(SystemExit) as stop:
+        games.main()
+    assert stop.value.code == 2
+    said = capfd.readouterr().err
+    assert said.startswith(sentence) and said.count("\n") == 1
+    assert Path("other.csv").read_text() == "a,b\n1,2\n"
+
+
 def test_games_clock_adds_up_the_seconds_of_calls(monkeypatch):
     times = iter([1.0, 3.0, 10.0, 10.5])
     monkeypatch.setattr(games.time, "perf_counter", lambda: next(times))
