@@ -14,8 +14,9 @@ class Algorithm:
 
     script: str  # stem of its file, and of its page in docs/
     what: str
-    results: str | None  # folder in benchmark/results/; None before runs with the defaults
+    results: str | None  # folder in benchmark/results/; None before there are runs
     env_id: str
+    flags: str = ""  # of these runs, where they don't have the defaults
 
 
 HALF_CHEETAH = "HalfCheetah-v5"
@@ -27,7 +28,9 @@ ALGORITHMS = (
     Algorithm("ppo", "PPO, discrete actions", "ladder_cartpole", "CartPole-v1"),
     Algorithm("ppo_continuous_action", "PPO, continuous actions", "ppo_mujoco", HALF_CHEETAH),
     Algorithm("ppo_atari", "PPO, Atari games", "ppo_atari", PONG),
-    Algorithm("ppo_atari_vector", "PPO, Atari games, played in threads", None, PONG),
+    Algorithm(
+        "ppo_atari_vector", "PPO, Atari games, played in threads", "ppo_atari_vector", PONG, "--amp"
+    ),
     Algorithm("ppo_lstm", "PPO with memory", "ppo_lstm", MASKED),
     Algorithm("ppo_atari_lstm", "PPO with memory, Atari games", "ppo_atari_lstm", PONG),
     Algorithm(
@@ -50,7 +53,12 @@ def make_table(results, speeds):
         if algorithm.results is not None:
             runs = results[algorithm.results]
             runs = runs[(runs["script"] == script) & (runs["env_id"] == algorithm.env_id)]
-            score = score_text(runs[runs["base"]], algorithm.env_id.rpartition(":")[2])
+            name = algorithm.env_id.rpartition(":")[2]
+            if algorithm.flags:
+                runs = runs[runs["flags"] == algorithm.flags]
+                score = score_text(runs, f"{name}, `{algorithm.flags}`")
+            else:
+                score = score_text(runs[runs["base"]], name)
         rows.append(
             (
                 f"[`{script}.py`]({script}.py)",
@@ -63,16 +71,16 @@ def make_table(results, speeds):
     return Table(header, rows, (SHORT, SHORT, SHORT, NOTE))
 
 
-def score_text(runs, env_name):
-    """The score of a script's runs with its defaults; if all were stopped, how far they came."""
+def score_text(runs, what):
+    """The score of a script's runs; if all were stopped, how far they came."""
     finished = runs[runs["state"] == "finished"]
     if not finished.empty:
         steps = finished["planned_steps"].iloc[0]
         seeds = "1 seed" if len(finished) == 1 else f"{len(finished)} seeds"
-        return f"{env_name}, {steps:,.0f} steps, {seeds}: {mean_std(finished['score'])}"
+        return f"{what}, {steps:,.0f} steps, {seeds}: {mean_std(finished['score'])}"
     planned = in_millions(runs["planned_steps"].iloc[0])
     steps = from_to(runs["steps"], in_millions)
-    return f"{env_name}, stopped at {steps} of {planned} steps: {from_to(runs['last_100'], number)}"
+    return f"{what}, stopped at {steps} of {planned} steps: {from_to(runs['last_100'], number)}"
 
 
 def in_millions(steps):

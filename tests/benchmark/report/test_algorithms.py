@@ -76,6 +76,23 @@ def test_a_line_is_of_the_defaults_in_one_environment(monkeypatch):
     assert table.rows == [("[`ppo.py`](ppo.py)", f"[{line.what}](docs/ppo.md)", score, "3.0")]
 
 
+def test_a_line_may_be_of_runs_with_flags_which_it_names(monkeypatch):
+    (line,) = [line for line in ALGORITHMS if line.script == "ppo"]
+    lines = (replace(line, flags="--amp"),)
+    monkeypatch.setattr("benchmark.report.algorithms.ALGORITHMS", lines)
+    runs = make_runs(
+        state=["finished"] * 3,
+        score=[1.0, 2.0, 3.0],
+        steps=[4e6] * 3,
+        script=["ppo"] * 3,
+        env_id=["CartPole-v1"] * 3,
+        flags=["", "--amp", "--amp --gamma 0.9"],
+        base=[True, False, False],
+    )
+    table = make_table({"ladder_cartpole": runs}, make_rounds(("1", "plainrl", 300.0)))
+    assert table.rows[0][2] == "CartPole-v1, `--amp`, 4,000,000 steps, 1 seed: 2.00"
+
+
 def test_a_script_without_results_has_its_line(monkeypatch):
     (line,) = [line for line in ALGORITHMS if line.script == "ppo"]
     lines = (replace(line, results=None),)
