@@ -157,13 +157,12 @@ def main():
             for row in measure_script(script, args, commands):
                 announce(row)
                 rows.append(row | {"machine": machine})
+                if args.out:  # at once: it is kept, whatever ends the program
+                    frame(rows).to_csv(args.out, index=False)
     except RefusedError as error:
         refuse(str(error).removeprefix("error: "))
     except MeasureError as error:
         sys.exit(f"error: {error}")
-    finally:  # what was measured before a program failed is kept
-        if args.out and rows:
-            frame(rows).to_csv(args.out, index=False)
     parts = [f"## {name}\n\n{table}" for name, table in tables(frame(rows)).items()]
     text = "\n\n".join([*parts, NOTE])
     print(f"\n{text}")

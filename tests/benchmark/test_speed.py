@@ -406,6 +406,14 @@ def test_command_keeps_what_it_measured_before_a_program_failed(run_command, tmp
     assert list(found["program"]) == ["plainrl", "sb3", "env", "arithmetic"]
 
 
+def test_command_writes_each_row_when_it_has_it(run_command, tmp_path, monkeypatch):
+    """So a signal loses nothing either."""
+    monkeypatch.chdir(tmp_path)
+    other = "Mine=cp speed.csv before.csv; echo SPS: 5"
+    run_command("ppo_atari", "--out", "speed.csv", "--other", other)
+    assert len(tables.read(tmp_path / "before.csv")) == 4 * 5 - 1
+
+
 def test_command_ends_with_the_sentence_of_a_script_that_refuses_its_flags(
     run_command, monkeypatch, capsys
 ):
