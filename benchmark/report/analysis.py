@@ -190,11 +190,16 @@ def split_version(env_id):
     return found.groups() if found else (env_id, "")
 
 
-def published_of(published, script, env_id):
-    """The rows of published.csv for a script and an environment, in any version."""
+def published_of(published, script, env_id, steps):
+    """The rows of published.csv for a script and an environment, in any version.
+
+    Where some are after as many steps as the runs (steps: their numbers), it is only those.
+    """
     name = split_version(env_id)[0]
     same = published["env_id"].map(lambda other: split_version(other)[0] == name)
-    return published[same.astype(bool) & (published["algorithm"] == script)]
+    rows = published[same.astype(bool) & (published["algorithm"] == script)]
+    as_long = rows[rows["total_timesteps"].isin(steps)]
+    return rows if as_long.empty else as_long
 
 
 # Statistics over environments: raw and scaled scores are {variant: {env_id: (runs,) scores}}

@@ -186,11 +186,21 @@ def test_published_scores_are_of_the_script_and_of_any_version():
         {
             "algorithm": ["ppo", "ppo", "ddpg"],
             "env_id": ["HalfCheetah-v4", "Hopper-v4", "HalfCheetah-v2"],
+            "total_timesteps": [100, 100, 100],
         }
     )
-    found = analysis.published_of(published, "ppo", "HalfCheetah-v5")
+    found = analysis.published_of(published, "ppo", "HalfCheetah-v5", [100.0])
     assert list(found["env_id"]) == ["HalfCheetah-v4"]
-    assert analysis.published_of(published, "ppo", "ppo").empty
+    assert analysis.published_of(published, "ppo", "ppo", [100.0]).empty
+
+
+def test_published_scores_are_after_as_many_steps_where_there_are_such():
+    published = pd.DataFrame(
+        {"algorithm": "ppo", "env_id": ["A-v1", "A-v2"], "total_timesteps": [100, 200]}
+    )
+    for steps, env_ids in (([200.0, np.nan], ["A-v2"]), ([300.0], ["A-v1", "A-v2"])):
+        found = analysis.published_of(published, "ppo", "A-v1", steps)
+        assert list(found["env_id"]) == env_ids
 
 
 def test_scores_are_scaled_over_all_variants():
