@@ -471,10 +471,19 @@ class Normalizer:
         return obs.astype(np.float32)
 
     def normalize_rewards(self, rewards):
-        """rewards (n,) -> the same as the critic sees them."""
+        """rewards (n,), float32 -> the same as the critic sees them."""
         if self.norm_reward:
-            return (rewards / np.sqrt(self.return_rms.var + 1e-8)).clip(-10.0, 10.0)
+            rewards = rewards / np.sqrt(self.return_rms.var + 1e-8)
+            return rewards.clip(-10.0, 10.0).astype(np.float32)
         return rewards
+
+    def normalize_batch(self, batch):
+        """Rows of a replay buffer, {name: array} -> the same as the networks see them."""
+        return batch | {
+            "obs": self.normalize_obs(batch["obs"]),
+            "next_obs": self.normalize_obs(batch["next_obs"]),
+            "rewards": self.normalize_rewards(batch["rewards"]),
+        }
 
     def state_dict(self):
         return {"discounted_returns": torch.tensor(self.discounted_returns)}
@@ -484,16 +493,17 @@ class Normalizer:
 
 
 class ReplayBuffer:
-    """The last size transitions, float32 rows in a file that is mapped to memory.
+    """The last size steps of the environments, rows in a file that is mapped to memory.
 
     So a checkpoint needs only their number. The file has size + spare rows. At most spare rows are
     written between two checkpoints, so a killed run that goes on from a checkpoint still finds
-    every row that it may sample.
+    every row that it may sample. columns: what a row has, {name: (dtype, shape)}; images that
+    overlap from step to step are best stored one by one, and put together from several rows.
     """
 
-    def __init__(self, path, size, spare, obs_dim, action_dim, is_new):
-        shape = (size + spare, 2 * obs_dim + action_dim + 2)
-        num_bytes = 4 * math.prod(shape)
+    def __init__(self, path, size, spare, columns, is_new):
+        row = np.dtype([(name, dtype, shape) for name, (dtype, shape) in columns.items()])
+        num_bytes = row.itemsize * (size + spare)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         gigabytes = f"{num_bytes / 1e9:.1f} GB"
         advice = "lower --buffer-size or --checkpoint-interval"
@@ -503,11 +513,10 @@ class ReplayBuffer:
         else:
             whole = path.is_file() and path.stat().st_size == num_bytes
             check(whole, f"{path}, the replay buffer, is missing or damaged: start a new run")
-        self.file = np.memmap(path, np.float32, mode="r+", shape=shape)
+        self.file = np.memmap(path, row, mode="r+", shape=(size + spare,))
         self.rows = np.asarray(self.file)  # the same memory, faster to index
         self.size = size
         self.count = 0
-        self.obs_dim = obs_dim
 
     def allocate(self, path, num_bytes):
         """Makes the file and takes its space now, where the system can (macOS can't)."""
@@ -523,35 +532,30 @@ class ReplayBuffer:
             advice = "free disk space, or lower --buffer-size"
             fail(f"no {num_bytes / 1e9:.1f} GB for {path} ({error.strerror}): {advice}")
 
-    def add(self, obs, actions, rewards, next_obs, terminations):
-        """Stores n transitions: obs, next_obs (n, obs_dim), actions (n, action_dim), the rest (n,).
+    def add(self, **columns):
+        """Stores n rows; columns: arrays (n, *shape), all that a row has."""
+        n = len(next(iter(columns.values())))
+        places = np.arange(self.count, self.count + n) % len(self.rows)
+        for name in self.rows.dtype.names:
+            values = columns[name].astype(self.rows[name].dtype)
+            if not np.isfinite(values).all():
+                advice = "fix the environment, then use --resume"
+                if name == "actions":
+                    advice = "start a new run with a lower --learning-rate"
+                fail(f"step {self.count}: {name} has a value that is not finite: {advice}", code=1)
+            self.rows[name][places] = values
+        self.count += n
 
-        actions are in [-1, 1]; next_obs is what truly followed, before any reset.
-        """
-        columns = (obs, actions, rewards, next_obs, terminations)
-        rows = np.column_stack(columns).astype(np.float32)
-        if not np.isfinite(rows).all():
-            advice = "fix the environment, then use --resume"
-            if np.isnan(actions).any():
-                advice = "start a new run with a lower --learning-rate"
-            what = "an observation, action or reward is not finite"
-            fail(f"step {self.count}: {what}: {advice}", code=1)
-        places = np.arange(self.count, self.count + len(rows)) % len(self.rows)
-        self.rows[places] = rows
-        self.count += len(rows)
+    def read(self, numbers):
+        """Rows by their numbers, counted from the start of the run -> {name: array (n, *shape)}."""
+        places = numbers % len(self.rows)
+        # Column by column: NumPy is slow in copying rows that have arrays in them
+        return {name: self.rows[name][places] for name in self.rows.dtype.names}
 
-    def sample(self, n, normalizer):
-        """Draws n of the last size transitions, with replacement; returns rows, a tensor."""
+    def sample(self, n):
+        """Draws n of the last size rows, with replacement -> {name: array (n, *shape)}."""
         ages = np.random.randint(min(self.count, self.size), size=n)
-        rows = self.rows[(self.count - 1 - ages) % len(self.rows)]
-        if normalizer.norm_obs:
-            obs_columns = slice(0, self.obs_dim)
-            next_obs_columns = slice(-self.obs_dim - 1, -1)
-            rows[:, obs_columns] = normalizer.normalize_obs(rows[:, obs_columns])
-            rows[:, next_obs_columns] = normalizer.normalize_obs(rows[:, next_obs_columns])
-        reward_column = -self.obs_dim - 2
-        rows[:, reward_column] = normalizer.normalize_rewards(rows[:, reward_column])
-        return torch.from_numpy(rows)
+        return self.read(self.count - 1 - ages)
 
     def state_dict(self):
         self.file.flush()
@@ -574,15 +578,25 @@ def relu_mlp(sizes):
     return nn.Sequential(*layers[:-1])
 
 
+class Critic(nn.Module):
+    """A network, obs (n, obs_dim) and actions (n, action_dim) -> their values, (n,)."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.network = relu_mlp(sizes)
+
+    def forward(self, obs, actions):
+        return self.network(torch.cat((obs, actions), 1)).squeeze(1)
+
+
 class Agent(nn.Module):
-    """The actor, obs -> actions in [-1, 1], and the critic, obs and actions -> their value."""
+    """The actor, obs -> actions in [-1, 1], and the critic."""
 
     def __init__(self, obs_dim, action_dim, hidden_sizes):
         super().__init__()
-        self.row_sizes = (obs_dim, action_dim, 1, obs_dim, 1)  # of a transition: ReplayBuffer.add
         self.actor = relu_mlp((obs_dim, *hidden_sizes, action_dim))
         self.actor.append(nn.Tanh())
-        self.critic = relu_mlp((obs_dim + action_dim, *hidden_sizes, 1))
+        self.critic = Critic((obs_dim + action_dim, *hidden_sizes, 1))
 
     @torch.no_grad()
     def act(self, obs):
@@ -602,7 +616,8 @@ class ExplorationNoise:
     """What is added to the actions: Gaussian, or an Ornstein-Uhlenbeck process."""
 
     def __init__(self, shape, args):
-        self.decay = 0.85 if args.noise_type == "ou" else 0.0  # theta is 0.15 (section 7)
+        # theta of the process is 0.15 (section 7 of Lillicrap et al.)
+        self.decay = 0.85 if args.noise_type == "ou" else 0.0
         self.first_std = args.exploration_noise
         self.last_std = args.exploration_noise
         if args.final_exploration_noise is not None:
@@ -696,7 +711,7 @@ class Target(nn.Module):
 class Learner(nn.Module):
     """What updates change besides the networks: optimizers, targets, and METRICS not yet logged.
 
-    sums: of each of these METRICS; counts: how many values a sum has; float32 (3,).
+    sums: of each of these METRICS; counts: how many values a sum has; float32 (len(METRICS),).
     """
 
     def __init__(self, agent, args):
@@ -707,6 +722,13 @@ class Learner(nn.Module):
         self.critic_target = Target(self.critic_optimizer)
         self.register_buffer("sums", self.actor_target.params.new_zeros(len(METRICS)))
         self.register_buffer("counts", torch.zeros_like(self.sums))
+
+    def add_metrics(self, **values):
+        """Counts an update's metrics, scalars."""
+        for name, value in values.items():
+            place = METRICS.index(name)
+            self.sums[place] += value.detach()
+            self.counts[place] += 1
 
     def mean_metrics(self):
         """Returns the means of the metrics that have values, by name, and clears them."""
@@ -732,35 +754,39 @@ def gradient_step(loss, params, optimizer, lr, args):
     optimizer.step(grads, lr)
 
 
-def update(agent, learner, rows, with_actor, coefs, args):
+def update(agent, learner, batch, with_actor, coefs, args):
     """A step for the critic and, with_actor, one for the actor and both targets.
 
-    Algorithm 1 of Lillicrap et al.; rows: see ReplayBuffer.sample.
+    Algorithm 1 of Lillicrap et al.; batch: see sample_batch.
     """
-    obs, actions, rewards, next_obs, terminations = rows.split(agent.row_sizes, 1)
+    obs, actions, next_obs = batch["obs"], batch["actions"], batch["next_obs"]
     next_actions = call(agent.actor, learner.actor_target.params, next_obs)
-    next_inputs = torch.cat((next_obs, next_actions), 1)
-    next_values = call(agent.critic, learner.critic_target.params, next_inputs)
-    td_targets = rewards + coefs["gamma"] * (1 - terminations) * next_values
+    next_values = call(agent.critic, learner.critic_target.params, next_obs, next_actions)
+    nonterminal = 1 - batch["terminations"]
+    td_targets = batch["rewards"] + coefs["gamma"] * nonterminal * next_values
 
     optimizer = learner.critic_optimizer
     params = optimizer.params.detach().requires_grad_()
-    values = call(agent.critic, params, torch.cat((obs, actions), 1))
+    values = call(agent.critic, params, obs, actions)
     critic_loss = nn.functional.mse_loss(values, td_targets)
     gradient_step(critic_loss, params, optimizer, coefs["critic_lr"], args)
-    learner.sums[:2] += torch.stack((values.mean(), critic_loss)).detach()
-    learner.counts[:2] += 1
+    learner.add_metrics(qf1_values=values.mean(), qf1_loss=critic_loss)
 
     if with_actor:
         optimizer = learner.actor_optimizer
         params = optimizer.params.detach().requires_grad_()
-        inputs = torch.cat((obs, call(agent.actor, params, obs)), 1)
-        actor_loss = -call(agent.critic, learner.critic_optimizer.params, inputs).mean()
+        actions = call(agent.actor, params, obs)
+        actor_loss = -call(agent.critic, learner.critic_optimizer.params, obs, actions).mean()
         gradient_step(actor_loss, params, optimizer, coefs["actor_lr"], args)
         learner.actor_target.follow(learner.actor_optimizer, coefs["tau"])
         learner.critic_target.follow(learner.critic_optimizer, coefs["tau"])
-        learner.sums[2] += actor_loss.detach()
-        learner.counts[2] += 1
+        learner.add_metrics(actor_loss=actor_loss)
+
+
+def sample_batch(replay, normalizer, args, device):
+    """Draws a minibatch of transitions -> {column: tensor (batch_size, ...)}, see ReplayBuffer."""
+    batch = normalizer.normalize_batch(replay.sample(args.batch_size))
+    return {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
 
 
 def count_updates(step, args):
@@ -1375,12 +1401,18 @@ if __name__ == "__main__":
         sys.exit()
     learner = Learner(agent, args)
     noise = ExplorationNoise((args.num_envs, action_dim), args)
+    columns = {
+        "obs": (np.float32, (obs_dim,)),
+        "actions": (np.float32, (action_dim,)),  # in [-1, 1]
+        "rewards": (np.float32, ()),
+        "next_obs": (np.float32, (obs_dim,)),  # what truly followed, before any reset
+        "terminations": (np.float32, ()),  # 0 or 1
+    }
     replay = ReplayBuffer(
         run.folder / "replay.bin",
         size=min(args.buffer_size, total_steps),
         spare=args.checkpoint_interval + args.num_envs,
-        obs_dim=obs_dim,
-        action_dim=action_dim,
+        columns=columns,
         is_new=args.resume is None,
     )
     run.restore(
@@ -1407,7 +1439,10 @@ if __name__ == "__main__":
     )
     compiled_update = compile_or_not(update, args, device)
     # Compile before the first step: on zeros, with copies of what changes
-    zeros = torch.zeros(args.batch_size, sum(agent.row_sizes), device=device)
+    zeros = {
+        name: torch.zeros(args.batch_size, *shape, device=device)
+        for name, (_, shape) in columns.items()
+    }
     variants = [True] if args.policy_frequency == 1 else [False, True]
     for with_actor in variants:
         compiled_update(agent, copy.deepcopy(learner), zeros, with_actor, coefs, args)
@@ -1429,15 +1464,21 @@ if __name__ == "__main__":
         dones = terminations | truncations
         noise.reset(dones)
         normalizer.update(envs.obs, rewards, dones)
-        replay.add(obs, actions, rewards, next_obs, terminations)
+        replay.add(
+            obs=obs,
+            actions=actions,
+            rewards=rewards,
+            next_obs=next_obs,
+            terminations=terminations,
+        )
         updates_before = count_updates(run.global_step, args)
         run.global_step += args.num_envs
         updates_after = count_updates(run.global_step, args)
 
         for number in range(updates_before, updates_after):
-            rows = replay.sample(args.batch_size, normalizer).to(device)
+            batch = sample_batch(replay, normalizer, args, device)
             with_actor = number % args.policy_frequency == 0
-            compiled_update(agent, learner, rows, with_actor, coefs, args)
+            compiled_update(agent, learner, batch, with_actor, coefs, args)
 
         for episode in episodes:
             run.log_episode(run.global_step, episode)

@@ -176,15 +176,16 @@ def events(run_dir):
 
 
 def replay_rows(run_dir, checkpoint):
-    """The transitions that DDPG may sample: the last rows of the ring in replay.bin."""
+    """What a run may sample: the last rows of the ring in replay.bin, as bytes."""
     import numpy as np
 
+    args = checkpoint["args"]
     count = checkpoint["replay"]["count"]
-    size = min(checkpoint["args"]["buffer_size"], count)
-    (columns,) = checkpoint["envs"]["envs"][0]["obs"].shape
-    width = 2 * columns + checkpoint["noise"]["state"].shape[1] + 2
-    rows = np.fromfile(run_dir / "replay.bin", np.float32).reshape(-1, width)
-    return rows[np.arange(count - size, count) % len(rows)]
+    total_steps = args["total_timesteps"] // args["num_envs"] * args["num_envs"]
+    size = min(args["buffer_size"], total_steps)
+    num_rows = size + args["checkpoint_interval"] + args["num_envs"]
+    rows = np.fromfile(run_dir / "replay.bin", np.uint8).reshape(num_rows, -1)
+    return rows[np.arange(max(count - size, 0), count) % num_rows]
 
 
 def progress(run_dir):

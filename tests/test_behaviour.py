@@ -41,11 +41,10 @@ GAME = (
     f"--env-id ToyNoFrameskip-v4 {COMMON} --num-envs 2 --eval-episodes 2 --num-steps 8"
     " --num-minibatches 2 --update-epochs 1 --total-timesteps 96 --checkpoint-interval 4"
 )
-DDPG = (
-    f"{VECTOR} --hidden-sizes 16 16 --batch-size 16 --buffer-size 700 --learning-starts 100"
-    " --random-steps 60 --updates-per-step 0.2 --policy-frequency 2 --noise-type ou"
-    " --exploration-noise 0.3 --norm-obs --norm-reward --total-timesteps 3600"
-    " --checkpoint-interval 400 --eval-interval 1000"
+REPLAY = (
+    f"--env-id toys:Continuous-v0 {VECTOR} --hidden-sizes 16 16 --batch-size 16 --buffer-size 700"
+    " --learning-starts 100 --random-steps 60 --updates-per-step 0.2 --norm-obs --norm-reward"
+    " --total-timesteps 3600 --checkpoint-interval 400 --eval-interval 1000"
 )
 # The flags of a long run, which has checkpoints after 30, 60 and 90 % or so, and those that make it
 # a short one
@@ -71,20 +70,35 @@ SETTINGS = {
         f"--env-id toys:Multi-v0 {PPO} --checkpoint-interval 7 --hidden-size 16",
         "--total-timesteps 600",
     ),
-    "ddpg_continuous_action": (f"--env-id toys:Continuous-v0 {DDPG}", "--total-timesteps 300"),
+    "ddpg_continuous_action": (
+        f"{REPLAY} --policy-frequency 2 --noise-type ou --exploration-noise 0.3",
+        "--total-timesteps 300",
+    ),
     "ppo_atari": (GAME, "--total-timesteps 64"),
     "ppo_atari_lstm": (f"{GAME} --hidden-size 16", "--total-timesteps 64"),
 }
-# ALE's vector plays no toys. So these scripts are here only in tests that need none, with short
-# real games; their own files have more. Their section Run is the same text as everyone's
+# These scripts are here only in some tests; their own files have more. Their section Run is the
+# same text as everyone's. ALE's vector plays no toys, but real games
 REAL_GAME = (
     f"--env-id PongNoFrameskip-v4 {COMMON} --num-envs 2 --eval-episodes 1 --eval-max-steps 5"
     " --num-steps 8 --num-minibatches 2 --update-epochs 1 --total-timesteps 96"
     " --emulator-threads 1"
 )
-VECTOR_SETTINGS = {
+FEW_TESTS = {
     "ppo_atari_vector": (REAL_GAME, "--total-timesteps 64"),
     "ppo_atari_lstm_vector": (f"{REAL_GAME} --hidden-size 16", "--total-timesteps 64"),
+    "td3_continuous_action": (REPLAY, "--total-timesteps 300"),
+    "sac_continuous_action": (REPLAY, "--total-timesteps 300"),
+    "ddpg_lstm": (
+        f"{REPLAY} --hidden-size 8 --sequence-length 4 --burn-in 2",
+        "--total-timesteps 300",
+    ),
+}
+OFF_POLICY = {
+    "ddpg_continuous_action",
+    "td3_continuous_action",
+    "sac_continuous_action",
+    "ddpg_lstm",
 }
 OTHER_CHECKPOINTS = {"a2c": 31, "ddpg_continuous_action": 1000}
 
@@ -97,12 +111,12 @@ class Script:
         self.path = Path(__file__).resolve().parents[1] / f"{name}.py"
         self.server = server
         self.module = importlib.import_module(name)
-        self.flags, self.shorter = (SETTINGS | VECTOR_SETTINGS)[name]
+        self.flags, self.shorter = (SETTINGS | FEW_TESTS)[name]
         self.flags += " --no-compile"
         self.short = f"{self.flags} {self.shorter}"
         self.is_game = "atari" in name
-        self.is_ddpg = name.startswith("ddpg")
-        self.is_continuous = "continuous" in name
+        self.is_off_policy = name in OFF_POLICY
+        self.is_continuous = "continuous" in name or self.is_off_policy
         self.num_envs = self.flag("num-envs")
         self.num_evaluations = self.flag("eval-episodes")
 
@@ -246,7 +260,7 @@ def script(request, server):
     return Script(request.param, server)
 
 
-needs_no_toy = pytest.mark.parametrize("script", [*SETTINGS, *VECTOR_SETTINGS], indirect=True)
+every_script = pytest.mark.parametrize("script", [*SETTINGS, *FEW_TESTS], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -406,7 +420,7 @@ def test_a_file_is_whole_before_it_has_its_name(script, tmp_path, monkeypatch):
 
 def test_the_learning_rate_falls_to_zero(script, whole, short, tmp_path):
     """It is what the update takes: without annealing the networks are others."""
-    if script.is_ddpg:
+    if script.is_off_policy:
         assert not hasattr(script.module.Args, "anneal_lr")
         return
     logged = scalars(whole.run_dir, "charts/learning_rate")
@@ -424,10 +438,10 @@ def test_the_learning_rate_falls_to_zero(script, whole, short, tmp_path):
     assert any("/agent/" in name for name in differences(short.run_dir, tmp_path / RUN))
 
 
-@needs_no_toy
+@every_script
 def test_explained_variance(script, run_script):
     """Of returns by values, in numbers and in the log."""
-    if script.is_ddpg:
+    if script.is_off_policy:
         assert not hasattr(script.module, "explained_variance")
         return
     returns = np.array([[1.0, 2.0], [3.0, 6.0]])
@@ -444,11 +458,11 @@ def test_explained_variance(script, run_script):
     assert [*logged.values()][-1] == pytest.approx(expected, rel=1e-4)
 
 
-@needs_no_toy
+@every_script
 def test_optimizer(script, run_script):
     """Adam's epsilon is baselines' 1e-5 (G11), but DDPG's is PyTorch's."""
     module = run_script(script.path, *script.short.split())
-    if script.is_ddpg:
+    if script.is_off_policy:
         optimizers = [module.learner.actor_optimizer, module.learner.critic_optimizer]
         assert [optimizer.eps for optimizer in optimizers] == [1e-8, 1e-8]
         return
@@ -461,7 +475,7 @@ def test_optimizer(script, run_script):
         assert (type(optimizer).__name__, optimizer.eps) == ("FlatAdam", 1e-5)
 
 
-@needs_no_toy
+@every_script
 def test_the_clip_range_falls_to_zero(script, run_script):
     """With --anneal-clip, linearly: in the last of N iterations it is an Nth (X1)."""
     if not script.name.startswith("ppo"):
@@ -501,7 +515,7 @@ def test_a_time_limit_is_a_truncation(script, ends):
 
 
 def test_no_bootstrap_truncated_makes_a_time_limit_a_termination(script, ends, tmp_path):
-    if script.is_ddpg:
+    if script.is_off_policy:
         assert not hasattr(script.module.Args, "bootstrap_truncated")
         return
     script.succeed(tmp_path, f"{script.on('Truncated')} --no-bootstrap-truncated")
@@ -551,7 +565,7 @@ def test_what_is_no_number_ends_the_run(script, short, tmp_path):
     The checkpoint from before it is whole: the run can go on.
     """
     steps = [step for step in script.steps(short.record)[0] if step["by_agent"]]
-    if script.is_ddpg:
+    if script.is_off_policy:
         number = 70
     elif script.name == "vpg":
         number = sum(length for _, length, *_ in script.episodes(steps)[:2])
@@ -561,7 +575,7 @@ def test_what_is_no_number_ends_the_run(script, short, tmp_path):
     for what in ["reward"] if script.is_game else ["reward", "observation"]:
         cwd = tmp_path / what
         cwd.mkdir()
-        flags = f"{script.short} --checkpoint-interval {100 if script.is_ddpg else 2}"
+        flags = f"{script.short} --checkpoint-interval {100 if script.is_off_policy else 2}"
         record = cwd / "record"
         result = script.run(cwd, flags, TOY_FAULT=f"nan-{what} {place}", TOY_RECORD=record)
         record = read_record(record)
@@ -570,7 +584,7 @@ def test_what_is_no_number_ends_the_run(script, short, tmp_path):
         spoilt = (i for i, x in enumerate(mine) if x["spoilt"] or np.isnan(x["reward"]))
         index = next(spoilt)
         checkpoint = load_checkpoint(cwd / RUN)
-        if script.is_ddpg:
+        if script.is_off_policy:
             assert_fails(result, 1, f"step {script.num_envs * index}:", "not finite")
             assert 0 < checkpoint["run"]["global_step"] <= script.num_envs * index
         else:
@@ -582,7 +596,7 @@ def test_what_is_no_number_ends_the_run(script, short, tmp_path):
 
 def test_weights_that_become_infinite_in_the_last_step_are_not_saved(script, tmp_path):
     flags = f"{script.flags} --learning-rate 3e38"
-    if script.is_ddpg:
+    if script.is_off_policy:
         flags += " --total-timesteps 120 --learning-starts 117"
     elif script.name == "vpg":
         flags += " --total-timesteps 1"
@@ -708,7 +722,7 @@ def test_two_runs_never_share_a_folder(script, whole, tmp_path):
     assert without_lock(contents(cwd / RUN)) == without_lock(before)
 
 
-@needs_no_toy
+@every_script
 def test_a_run_is_named_by_what_it_is(script, tmp_path):
     """Slashes and colons of names become dashes; here the experiment has one."""
     flags = script.short.replace("--run-name run", "--exp-name a/b --seed 7")
@@ -814,6 +828,33 @@ ATARI_FLAGS = {
 HIDDEN = {"hidden_sizes": (64, 64)}
 VECTOR_FLAGS = {"emulator_threads": 0}
 LSTM_FLAGS = {"cell": "lstm", "hidden_size": 128, "memory": True}
+OFF_POLICY_DEFAULTS = {
+    "checkpoint_interval": 10000,
+    "env_id": "HalfCheetah-v5",
+    "total_timesteps": 1000000,
+    "learning_rate": 3e-4,
+    "actor_learning_rate": None,
+    "critic_learning_rate": None,
+    "num_envs": 1,
+    "gamma": 0.99,
+    "hidden_sizes": (256, 256),
+    "buffer_size": 1000000,
+    "batch_size": 256,
+    "tau": 0.005,
+    "random_steps": None,
+    "learning_starts": 25000,
+    "updates_per_step": 1.0,
+    "policy_frequency": 1,
+    "noise_type": "gaussian",
+    "exploration_noise": 0.1,
+    "final_exploration_noise": None,
+    "max_grad_norm": None,
+    "weight_decay": 0.0,
+    "norm_obs": False,
+    "norm_reward": False,
+    "eval_interval": 10000,
+}
+NOISE = ("policy_frequency", "noise_type", "exploration_noise", "final_exploration_noise")
 DEFAULTS = {
     "ppo": PPO_FLAGS | HIDDEN | {"kl_penalty": False, "kl_target": 0.01, "adaptive_lr": False},
     "ppo_lstm": PPO_FLAGS | HIDDEN | LSTM_FLAGS,
@@ -866,36 +907,37 @@ DEFAULTS = {
         "vf_coef": 0.5,
         "bootstrap_truncated": True,
     },
-    "ddpg_continuous_action": {
-        "checkpoint_interval": 10000,
-        "env_id": "HalfCheetah-v5",
-        "total_timesteps": 1000000,
-        "learning_rate": 3e-4,
-        "actor_learning_rate": None,
-        "critic_learning_rate": None,
-        "num_envs": 1,
-        "gamma": 0.99,
-        "hidden_sizes": (256, 256),
-        "buffer_size": 1000000,
-        "batch_size": 256,
-        "tau": 0.005,
-        "random_steps": None,
-        "learning_starts": 25000,
-        "updates_per_step": 1.0,
-        "policy_frequency": 1,
-        "noise_type": "gaussian",
-        "exploration_noise": 0.1,
-        "final_exploration_noise": None,
-        "max_grad_norm": None,
-        "weight_decay": 0.0,
-        "norm_obs": False,
-        "norm_reward": False,
-        "eval_interval": 10000,
+    "ddpg_continuous_action": OFF_POLICY_DEFAULTS,
+    "td3_continuous_action": OFF_POLICY_DEFAULTS
+    | {"policy_frequency": 2, "policy_noise": 0.2, "noise_clip": 0.5},
+    "sac_continuous_action": {
+        name: value for name, value in OFF_POLICY_DEFAULTS.items() if name not in NOISE
+    }
+    | {
+        "learning_starts": 10000,
+        "autotune": True,
+        "alpha": 1.0,
+        "alpha_learning_rate": None,
+        "target_entropy": None,
+    },
+    "ddpg_lstm": OFF_POLICY_DEFAULTS
+    | {
+        "env_id": "Pendulum-v1",
+        "total_timesteps": 100_000,
+        "learning_starts": 1000,
+        "eval_interval": 5000,
+        "hidden_sizes": (64,),
+        "cell": "lstm",
+        "hidden_size": 64,
+        "memory": True,
+        "batch_size": 32,
+        "sequence_length": 20,
+        "burn_in": 20,
     },
 }
 
 
-@needs_no_toy
+@every_script
 def test_defaults(script):
     """What is published."""
     expected = {"exp_name": script.name} | RUN_FLAGS | DEFAULTS[script.name]
@@ -975,7 +1017,7 @@ def test_the_text_that_is_kept_is_the_one_that_runs(script, tmp_path):
 # More about evaluations
 
 
-@needs_no_toy
+@every_script
 def test_a_run_without_evaluation(script, tmp_path):
     """It is a finished one, too."""
     result = script.succeed(tmp_path, f"{script.short} --eval-interval 0 --eval-episodes 0")
@@ -1025,7 +1067,7 @@ def test_evaluations_during_the_training(script, evaluated):
     """Each is logged with its mean return, at its step, from a new environment."""
     logged = scalars(evaluated.run_dir, "eval/episodic_return")
     steps = list(scalars(evaluated.run_dir, "charts/learning_rate"))
-    if script.is_ddpg:
+    if script.is_off_policy:
         passed = range(script.num_envs, 301, script.num_envs)
         expected = [step for step in passed if step % evaluated.interval < script.num_envs]
     else:
@@ -1126,7 +1168,7 @@ def test_a_text_is_compared_to_the_last_one_kept(script, tmp_path):
 def test_a_resumed_run_has_the_same_best_networks(script, evaluated, tmp_path):
     """Killed past the middle, after evaluations that the checkpoint doesn't know."""
     frames = int(0.8 * env_steps(evaluated.record))
-    interval = 100 if script.is_ddpg else 2
+    interval = 100 if script.is_off_policy else 2
     flags = f"{evaluated.flags} --checkpoint-interval {interval}"
     result = script.run(tmp_path, flags, TOY_FAULT=f"SIGKILL {frames}@0")
     assert result.returncode == -signal.SIGKILL
@@ -1143,7 +1185,7 @@ def test_what_may_change_with_resume(script, stopped, tmp_path):
     assert "seed" not in result.stderr
     assert without_lock(contents(run_dir)) == without_lock(before)
     flags = "--eval-episodes 1 --eval-max-steps 2 --eval-interval 100000"
-    if not script.is_ddpg:
+    if not script.is_off_policy:
         flags += " --checkpoint-interval 100"
     script.succeed(tmp_path, f"--resume {RUN} {flags}")
     assert json.loads((run_dir / "evaluation.json").read_text())["lengths"] == [2]
@@ -1231,19 +1273,19 @@ def test_hidden_sizes(script, tmp_path):
     assert_fails(script.run(tmp_path / "none", f"{script.short} --hidden-sizes 7 0"), 2, "--hidden")
 
 
-@needs_no_toy
+@every_script
 def test_compile_is_a_flag_of_every_script(script, refused):
     """Some compile nothing."""
     sentence = refused(script.module, [*script.short.split(), "--compile", "--num-envs", "0"])
     assert sentence.startswith("error: --num-envs")
 
 
-@needs_no_toy
+@every_script
 @pytest.mark.parametrize("flag", ["--batch-size", "--minibatch-size", "--num-iterations"])
 @pytest.mark.parametrize("form", ["{} 100", "{}=100"])
 def test_what_is_computed_is_no_flag(script, refused, flag, form):
-    if script.is_ddpg and flag == "--batch-size":
-        assert script.module.Args.batch_size == 256
+    if script.is_off_policy and flag == "--batch-size":
+        assert script.module.Args.batch_size > 0
         return
     sentence = refused(script.module, [*script.short.split(), *form.format(flag).split()])
     assert sentence.startswith(f"error: {flag} follows from") and sentence.count("\n") == 1
@@ -1339,7 +1381,7 @@ def test_infinite_states_are_not_saved(script, stopped, tmp_path, spoilt):
     run_dir = Path(shutil.copytree(stopped[0], tmp_path / RUN))
     checkpoint = load_checkpoint(run_dir)
     if spoilt == "optimizer":
-        state = checkpoint["learner" if script.is_ddpg else "optimizer"]
+        state = checkpoint["learner" if script.is_off_policy else "optimizer"]
         name = next(name for name in state if re.search("avg", name))
         state[name][0] = float("inf")
     elif "return_rms" in checkpoint:

@@ -8,7 +8,6 @@ import errno
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -135,11 +134,14 @@ def make_learner(agent, args, distance=0.01):
 
 
 def transitions(n, obs_dim, action_dim):
-    """Random rows, as ReplayBuffer.sample gives them; a third of them are terminations."""
-    actions = torch.rand(n, action_dim) * 2 - 1
-    terminations = (torch.rand(n, 1) < 0.3).float()
-    obs, next_obs, rewards = torch.randn(n, obs_dim), torch.randn(n, obs_dim), torch.randn(n, 1)
-    return torch.cat((obs, actions, rewards, next_obs, terminations), 1)
+    """A random batch, as sample_batch gives it; a third of its steps are terminations."""
+    return {
+        "obs": torch.randn(n, obs_dim),
+        "actions": torch.rand(n, action_dim) * 2 - 1,
+        "rewards": torch.randn(n),
+        "next_obs": torch.randn(n, obs_dim),
+        "terminations": (torch.rand(n) < 0.3).float(),
+    }
 
 
 class Reference:
@@ -168,19 +170,20 @@ class Reference:
             self.norms.append(norm.item())
         adam.step()
 
-    def update(self, rows, with_actor):
+    def update(self, batch, with_actor):
         """One update; returns what METRICS are, as floats: the last one only with_actor."""
-        obs, actions, rewards, next_obs, terminations = rows.split((3, 2, 1, 3, 1), 1)
+        obs, rewards, next_obs = batch["obs"], batch["rewards"], batch["next_obs"]
         nets, targets = self.nets, self.targets
         with torch.no_grad():
-            next_values = targets.critic(torch.cat((next_obs, targets.actor(next_obs)), 1))[:, 0]
-            rewards, terminated = rewards[:, 0], terminations[:, 0] == 1
+            next_inputs = torch.cat((next_obs, targets.actor(next_obs)), 1)
+            next_values = targets.critic.network(next_inputs)[:, 0]
+            terminated = batch["terminations"] == 1
             returns = torch.where(terminated, rewards, rewards + self.args.gamma * next_values)
-        values = nets.critic(torch.cat((obs, actions), 1))[:, 0]
+        values = nets.critic.network(torch.cat((obs, batch["actions"]), 1))[:, 0]
         metrics = [values.mean().item(), ((values - returns) ** 2).mean().item()]
         self.descend(((values - returns) ** 2).mean(), nets.critic, self.critic_adam)
         if with_actor:
-            loss = -nets.critic(torch.cat((obs, nets.actor(obs)), 1)).mean()
+            loss = -nets.critic.network(torch.cat((obs, nets.actor(obs)), 1)).mean()
             metrics.append(loss.item())
             self.descend(loss, nets.actor, self.actor_adam)
             with torch.no_grad():
@@ -235,9 +238,9 @@ def test_updates_equal_a_plain_reference(flags, compiled):
     update = ddpg.compile_or_not(ddpg.update, args, torch.device("cpu"))
     sums = np.zeros(3)
     for number in range(10):
-        rows = transitions(32, 3, 2)
-        update(agent, learner, rows, number % 3 > 0, as_coefs(args), args)
-        expected = reference.update(rows, number % 3 > 0)
+        batch = transitions(32, 3, 2)
+        update(agent, learner, batch, number % 3 > 0, as_coefs(args), args)
+        expected = reference.update(batch, number % 3 > 0)
         sums[: len(expected)] += expected
     reference.assert_equals(agent, learner, rtol=1e-4, atol=2e-6)
     np.testing.assert_allclose(learner.sums, sums, rtol=1e-4, atol=1e-5)
@@ -246,6 +249,13 @@ def test_updates_equal_a_plain_reference(flags, compiled):
     assert learner.actor_optimizer.steps == 6
     if args.max_grad_norm == BETWEEN:
         assert min(reference.norms) < BETWEEN < max(reference.norms)
+
+
+def feed(model, batch, monkeypatch):
+    """Gives a model of SB3 a batch to learn from."""
+    rewards, dones = batch["rewards"][:, None], batch["terminations"][:, None]
+    samples = ReplayBufferSamples(batch["obs"], batch["actions"], batch["next_obs"], dones, rewards)
+    monkeypatch.setattr(model.replay_buffer, "sample", lambda *_, **__: samples)
 
 
 def test_updates_equal_those_of_stable_baselines3(monkeypatch):
@@ -274,12 +284,10 @@ def test_updates_equal_those_of_stable_baselines3(monkeypatch):
     for ours, theirs in pairs:
         nn.utils.vector_to_parameters(ours.clone(), theirs.parameters())
     for _ in range(5):
-        rows = transitions(32, 3, 1)
-        obs, actions, rewards, next_obs, terminations = rows.split((3, 1, 1, 3, 1), 1)
-        batch = ReplayBufferSamples(obs, actions, next_obs, terminations, rewards)
-        monkeypatch.setattr(model.replay_buffer, "sample", lambda *_, batch=batch, **__: batch)
+        batch = transitions(32, 3, 1)
+        feed(model, batch, monkeypatch)
         model.train(gradient_steps=1, batch_size=32)
-        ddpg.update(agent, learner, rows, True, as_coefs(args), args)
+        ddpg.update(agent, learner, batch, True, as_coefs(args), args)
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, flat(theirs), rtol=1e-5, atol=1e-7)
 
@@ -290,11 +298,11 @@ def test_the_step_of_the_actor_leaves_the_critic_alone():
     agent = ddpg.Agent(3, 2, args.hidden_sizes)
     learner = make_learner(agent, args)
     before = dict(learner.named_buffers())
-    rows = transitions(32, 3, 2)
+    batch = transitions(32, 3, 2)
 
     def after(with_actor):
         copied_agent, copied = copy.deepcopy((agent, learner))
-        ddpg.update(copied_agent, copied, rows, with_actor, as_coefs(args), args)
+        ddpg.update(copied_agent, copied, batch, with_actor, as_coefs(args), args)
         return copied
 
     critic_only, both = after(False), after(True)
@@ -327,7 +335,10 @@ def test_metrics_are_means_of_what_there_is():
 def test_networks_and_defaults_are_those_of_the_td3_paper():
     args = ddpg.Args()
     agent = ddpg.Agent(17, 6, args.hidden_sizes)
-    for net, inputs, outputs, last in ((agent.actor, 17, 6, [nn.Tanh]), (agent.critic, 23, 1, [])):
+    for net, inputs, outputs, last in (
+        (agent.actor, 17, 6, [nn.Tanh]),
+        (agent.critic.network, 23, 1, []),
+    ):
         assert [type(x) for x in net] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear, *last]
         assert [tuple(x.weight.shape) for x in net if isinstance(x, nn.Linear)] == [
             (256, inputs),
@@ -346,10 +357,20 @@ def test_networks_and_defaults_are_those_of_the_td3_paper():
     assert (args.weight_decay, args.max_grad_norm) == (0.0, None)
 
 
+def drawn_batch(ran, draws, count):
+    """The 8 rows that a run whose buffer never is full draws after count steps: {name: array}."""
+    rows = ran.replay.rows[count - 1 - draws.randint(count, size=8)]
+    return {name: rows[name] for name in rows.dtype.names}
+
+
+def as_tensors(batch):
+    return {name: torch.tensor(x, dtype=torch.float32) for name, x in batch.items()}
+
+
 def stored(ran):
-    """A run's replay buffer as arrays (steps, num_envs, ...): see ReplayBuffer.add."""
-    rows = torch.tensor(ran.replay.rows[: ran.replay.count]).unflatten(0, (-1, ran.args.num_envs))
-    return [x.numpy() for x in rows.split(ran.agent.row_sizes, -1)]
+    """The columns of a run's replay buffer as arrays (steps, num_envs, ...)."""
+    rows = ran.replay.rows[: ran.replay.count].reshape(-1, ran.args.num_envs)
+    return [rows[name] for name in rows.dtype.names]
 
 
 @pytest.mark.parametrize("env_id", ["Stamped-v0", "StampedInPlace-v0"])
@@ -368,10 +389,10 @@ def test_next_observations_are_those_before_the_reset(run_script, env_id):
     numbers, episodes, t = obs[..., 0], obs[..., 1], obs[..., 2]
     assert np.array_equal(numbers, np.broadcast_to([0, 1, 2], (100, 3)))
     assert np.array_equal(next_obs, np.stack((numbers, episodes, t + 1), -1))
-    assert np.array_equal(rewards[..., 0], (t + 1) * [1, -1, 1])
+    assert np.array_equal(rewards, (t + 1) * [1, -1, 1])
     last = np.append(t[1:] == 0, np.zeros((1, 3), bool), 0)  # of its episode
     odd = next_obs[..., 2] % 2 == 1
-    assert np.array_equal(terminations[:-1, :, 0], (last & odd)[:-1])
+    assert np.array_equal(terminations[:-1], (last & odd)[:-1])
     assert (last & odd).sum() > 5 and (last & ~odd).sum() > 5
     assert np.array_equal(obs[1:][~last[:-1]], next_obs[:-1][~last[:-1]])
 
@@ -513,7 +534,6 @@ def test_a_run_equals_plain_code(run_script, flags):
         *("--eval-interval", "25", *flags),
     )
     args = ran.args
-    transitions = torch.tensor(ran.replay.rows[:480])
     obs, actions, rewards, *_ = stored(ran)
     next_obs = np.append(obs[1:], ran.envs.obs[None], 0)  # after resets
     torch.manual_seed(7)
@@ -544,17 +564,19 @@ def test_a_run_equals_plain_code(run_script, flags):
                 expected = (reference.nets.actor(inputs).numpy() + noise).clip(-1, 1)
         np.testing.assert_allclose(actions[step], expected, atol=1e-4)
         obs_rms.update(next_obs[step])
-        returns = returns * args.gamma + rewards[step, :, 0]
+        returns = returns * args.gamma + rewards[step]
         ret_rms.update(returns)
         returns[next_obs[step, :, 2] == 0] = 0.0
         count = 2 * step + 2
         while num_updates < (count - 50) * args.updates_per_step:
-            rows = transitions[count - 1 - draws.randint(count, size=8)].numpy()
-            rows[:, :3], rows[:, 6:9] = normalised(rows[:, :3]), normalised(rows[:, 6:9])
+            batch = drawn_batch(ran, draws, count)
+            batch["obs"], batch["next_obs"] = map(normalised, (batch["obs"], batch["next_obs"]))
             if args.norm_reward:
-                rows[:, 5] = (rows[:, 5] / np.sqrt(ret_rms.var + 1e-8)).clip(-10, 10)
+                scaled = batch["rewards"] / np.sqrt(ret_rms.var + 1e-8)
+                batch["rewards"] = scaled.clip(-10, 10)
+            batch = as_tensors(batch)
             with_actor = num_updates % args.policy_frequency == 0
-            for values, value in zip(metrics, reference.update(torch.tensor(rows), with_actor)):
+            for values, value in zip(metrics, reference.update(batch, with_actor)):
                 values.append(value)
             num_updates += 1
         if (step + 1) % 100 == 0:
@@ -570,20 +592,16 @@ def test_a_run_equals_plain_code(run_script, flags):
     np.testing.assert_allclose(ran.learner.sums, rest, rtol=1e-3, atol=1e-2)
 
 
-def unchanged(obs_dim):
-    """A Normalizer that changes nothing."""
-    return ddpg.Normalizer(SimpleNamespace(obs=np.zeros((1, obs_dim))), ddpg.Args())
-
-
 def buffer_of(path, is_new=True):
-    """A buffer of 7 transitions and 4 spare ones, which are pairs: a reward and a termination."""
-    return ddpg.ReplayBuffer(path, size=7, spare=4, obs_dim=0, action_dim=0, is_new=is_new)
+    """A buffer of 7 rows and 4 spare ones. A row has an image of bytes and a float."""
+    columns = {"image": (np.uint8, (2, 3)), "number": (np.float32, ())}
+    return ddpg.ReplayBuffer(path, size=7, spare=4, columns=columns, is_new=is_new)
 
 
 def add(replay, numbers):
-    """Stores the pairs (number, number + 0.5)."""
-    nothing = np.zeros((len(numbers), 0))
-    replay.add(nothing, nothing, numbers, nothing, numbers + 0.5)
+    """Stores rows; each byte of an image is its row's number."""
+    image = np.broadcast_to(numbers[:, None, None], (len(numbers), 2, 3))
+    replay.add(image=image, number=numbers + 0.5)
 
 
 def filled(path, steps):
@@ -598,16 +616,18 @@ def filled(path, steps):
 
 def drawn(replay, n):
     np.random.seed(3)
-    return replay.sample(n, unchanged(0))
+    return replay.sample(n)
 
 
 @pytest.mark.parametrize("steps", [3, 6, 9, 30, 48])
 def test_replay_samples_the_last_transitions_and_no_others(tmp_path, steps):
     """Before it is full, where it becomes so, and after the ring of 11 rows has wrapped around."""
-    rows = drawn(filled(tmp_path / "replay.bin", steps), 7000).numpy()
-    values, counts = np.unique(rows[:, 0], return_counts=True)
-    assert np.array_equal(values, np.arange(max(0, steps - 7), steps))
-    assert np.array_equal(rows[:, 1], rows[:, 0] + 0.5)
+    rows = drawn(filled(tmp_path / "replay.bin", steps), 7000)
+    assert rows["image"].dtype == np.uint8 and rows["image"].shape == (7000, 2, 3)
+    assert rows["number"].dtype == np.float32 and rows["number"].shape == (7000,)
+    values, counts = np.unique(rows["number"], return_counts=True)
+    assert np.array_equal(values, np.arange(max(0, steps - 7), steps) + 0.5)
+    assert np.all(rows["image"] == (rows["number"] - 0.5)[:, None, None])
     mean = 7000 / len(values)
     assert np.all(abs(counts - mean) < 5 * np.sqrt(mean))  # all alike
 
@@ -628,9 +648,9 @@ def test_replay_goes_on_from_its_file(tmp_path):
         return drawn(again, 50)
 
     add(replay, np.arange(30, 34))
-    assert torch.equal(resumed(), before)
+    assert np.array_equal(resumed()["image"], before["image"])
     add(replay, np.array([34]))  # one more than there are spare rows for
-    assert not torch.equal(resumed(), before)
+    assert not np.array_equal(resumed()["image"], before["image"])
 
 
 def test_a_buffer_that_finds_no_room_keeps_none(tmp_path, monkeypatch, capsys):
@@ -721,16 +741,18 @@ def test_normalisation_is_that_of_vec_normalize(run_script, made):
     normalizer.obs_rms.var[0] = vec.obs_rms.var[0] = 1e-6  # something is clipped
     normalizer.return_rms.var = vec.ret_rms.var = np.array(0.1)  # here, too
     np.random.seed(3)
-    raw = ran.replay.sample(64, unchanged(3)).numpy()
-    np.random.seed(3)
-    rows = ran.replay.sample(64, normalizer).numpy()
-    for columns in (slice(0, 3), slice(6, 9)):
-        expected = vec.normalize_obs(raw[:, columns])
-        np.testing.assert_allclose(rows[:, columns], expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(rows[:, 5], vec.normalize_reward(raw[:, 5]), rtol=1e-5)
-    assert np.array_equal(rows[:, [3, 4, 9]], raw[:, [3, 4, 9]])
-    assert abs(rows[:, 0]).max() == abs(rows[:, 5]).max() == 10 and abs(rows[:, 5]).min() < 10
-    obs = raw[:, :3].astype(np.float64)
+    raw = ran.replay.sample(64)
+    rows = normalizer.normalize_batch(raw)
+    for name in ("obs", "next_obs"):
+        expected = vec.normalize_obs(raw[name])
+        np.testing.assert_allclose(rows[name], expected, rtol=1e-5, atol=1e-6)
+    rewards = rows["rewards"]
+    np.testing.assert_allclose(rewards, vec.normalize_reward(raw["rewards"]), rtol=1e-5)
+    for name in ("actions", "terminations"):
+        assert np.array_equal(rows[name], raw[name])
+    assert {x.dtype for x in rows.values()} == {np.dtype(np.float32)}
+    assert abs(rows["obs"][:, 0]).max() == abs(rewards).max() == 10 and abs(rewards).min() < 10
+    obs = raw["obs"].astype(np.float64)
     expected = vec.normalize_obs(obs)
     np.testing.assert_allclose(normalizer.normalize_obs(obs), expected, rtol=1e-5, atol=1e-6)
     assert normalizer.normalize_obs(obs).dtype == np.float32

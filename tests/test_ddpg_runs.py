@@ -44,11 +44,14 @@ unbounded = gym.spaces.Box(-np.inf, np.inf, (2,))
 gym.register("ToyUnbounded-v0", toy.Toy, kwargs={"action_space": unbounded})
 '''
 
+NOISE = (
+    " --policy-frequency 2 --noise-type ou --exploration-noise 0.3 --final-exploration-noise 0.05"
+)
 # Of 500 steps 65 are random and 425 are learned from. A ring of 100 + 40 + 2 rows goes round thrice
 TOY_RUN = (
     "--env-id toy:Toy-v0 --num-envs 2 --hidden-sizes 16 16 --batch-size 16 --buffer-size 100"
-    " --random-steps 65 --learning-starts 75 --updates-per-step 0.25 --policy-frequency 2"
-    " --noise-type ou --exploration-noise 0.3 --final-exploration-noise 0.05"
+    " --random-steps 65 --learning-starts 75 --updates-per-step 0.25"
+    f"{NOISE}"
     " --norm-obs --norm-reward --total-timesteps 500 --checkpoint-interval 40"
     " --eval-interval 250 --eval-episodes 3 --num-threads 1 --run-name run"
 )
@@ -175,6 +178,31 @@ def test_resume_after_kill(whole, run, succeed, tmp_path, faults):
     result = succeed(tmp_path, flags)
     assert differences(whole, tmp_path / RUN) == []
     assert "can't be brought back" not in result.stdout
+
+
+OTHERS = {
+    "td3_continuous_action": TOY_RUN,
+    "sac_continuous_action": TOY_RUN.replace(NOISE, ""),
+    "ddpg_lstm": f"{TOY_RUN} --hidden-size 8 --sequence-length 4 --burn-in 3",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_scripts_of_this_kind_resume_exactly(run, succeed, tmp_path, name):
+    """Killed twice with -9, while learning and after the ring has gone round."""
+    script = SCRIPT.with_name(f"{name}.py")
+    folders = tmp_path / "whole", tmp_path / "killed"
+    for folder in folders:
+        folder.mkdir()
+    succeed(folders[0], OTHERS[name], script=script)
+    for fault, flags in (("SIGKILL 117", OTHERS[name]), ("SIGKILL 227", f"--resume {RUN}")):
+        result = run(folders[1], flags, script=script, fault=fault)
+        assert result.returncode == -signal.SIGKILL
+    result = succeed(folders[1], f"--resume {RUN}", script=script)
+    assert differences(folders[0] / RUN, folders[1] / RUN) == []
+    assert "can't be brought back" not in result.stdout
+    repeated = succeed(folders[1], f"--evaluate {RUN}", script=script).stdout
+    assert repeated.splitlines()[-1] in result.stdout
 
 
 def test_kill_before_first_checkpoint(whole, run, succeed, tmp_path):
@@ -393,8 +421,9 @@ def assert_finite(run_dir):
 def test_non_finite_transition(whole, run, succeed, tmp_path, fault, step, saved):
     """Ends the run before it is stored; the run goes on from the last good checkpoint."""
     result = run(tmp_path, TOY_RUN, fault=f"{fault} {step}")
-    message = "reward is not finite: fix the environment"
-    assert_fails(result, 1, f"step {step - 2}:", message, "--resume")
+    what = "rewards" if fault == "nan-reward" else "next_obs"
+    message = f"step {step - 2}: {what} has a value that is not finite: fix the environment"
+    assert_fails(result, 1, message, "--resume")
     assert num_steps(tmp_path / RUN) == saved
     assert_finite(tmp_path / RUN)
     succeed(tmp_path, f"--resume {RUN}")
@@ -412,7 +441,7 @@ def test_non_finite_loss(run, tmp_path, interval):
 
 def test_spoilt_policy_is_not_the_environment_s_fault(run, tmp_path):
     result = run(tmp_path, f"{TOY_RUN} --learning-rate 1e30 --checkpoint-interval 1000")
-    message = "action or reward is not finite: start a new run with a lower --learning-rate"
+    message = "actions has a value that is not finite: start a new run with a lower --learning-rate"
     assert_fails(result, 1, message)
 
 

@@ -17,17 +17,18 @@ RUN_ENDS = "# End of Run. "
 
 # Definitions that may differ: how many texts there are of each, and why
 DIFFERENT = {
-    "Args": (10, "the flags of the algorithm; its common flags are compared one by one"),
-    "parse_args": (10, "what the algorithm's flags may be"),
+    "Args": (13, "the flags of the algorithm; its common flags are compared one by one"),
+    "parse_args": (13, "what the algorithm's flags may be"),
     "make_env": (5, "kinds of spaces, and the wrappers for them"),
     "Episode": (2, "in Atari: a game, which has several lives"),
     "VecEnv": (3, "a game can end in a reset (Atari); only some environments are stepped (vpg)"),
-    "Agent": (6, "the network"),
-    "METRICS": (3, "what is learned"),
+    "Agent": (9, "the network"),
+    "METRICS": (5, "what is learned"),
     "rollout": (8, "actions, what the network gives in a step, whole episodes, a memory"),
     "ppo_loss": (3, "a penalty in place of clipping (ppo); a memory"),
-    "update": (4, "one step per rollout (a2c, vpg), or one per transition (ddpg)"),
-    "evaluate": (9, "statistics or a memory to bring, actions, ALE's vector"),
+    "update": (7, "one step per rollout (a2c, vpg), or with a replay buffer"),
+    "Learner": (2, "what has a target (sac: the actor has none)"),
+    "evaluate": (10, "statistics or a memory to bring, actions, ALE's vector"),
     "compile_or_not": (2, "CUDA graphs (ppo_atari_vector)"),
 }
 # Definitions that two scripts must share: all, those that step their environments in Python, and
@@ -43,6 +44,7 @@ DIFFERENT_FLAGS = {
     "eval_interval": "steps, where an iteration is a step; by default DDPG evaluates",
     "hidden_sizes": "of which networks",
     "learning_rate": "of which optimizer",
+    "batch_size": "transitions or sequences",
     "norm_adv": "there may be no minibatches",
     "max_grad_norm": "two gradients, which are not clipped by default",
 }
@@ -199,18 +201,19 @@ if video_dir and not args.evaluate:
 film = Film(args.env_id, video_dir, args.video_interval)
 envs = Games(args.env_id, args.num_envs, args.seed, args, film)
 """
-# The lines in which the main block of a script whose games are played by ALE differs from that of
-# the script whose games are played in Python
+# The lines in which the main block of a script differs from that of another one
 MAIN_BLOCKS = {
-    "ppo_atari": (
-        """
+    ("ppo_atari", "ppo_atari_vector"): (
+        GAMES_IN_PYTHON
+        + """
 agent = Agent(envs.action_space.n, args.amp).to(device)
 step_minibatches = compile_or_not(update_minibatches, args, device)
 # With one autocast around the rollout, the weights are converted to bfloat16 only once
 with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
 agent, envs, args.num_steps
 """,
-        """
+        GAMES_IN_ALE
+        + """
 agent = Agent(envs.num_actions, args.amp).to(device)
 step_minibatches = compile_or_not(update_minibatches, args, device, "update")
 policy = Policy(agent, args, device)
@@ -220,31 +223,112 @@ torch._dynamo.mark_static_address(tensor)  # a CUDA graph may write to it in pla
 policy, envs, args.num_steps
 """,
     ),
-    "ppo_atari_lstm": (
-        """
+    ("ppo_atari_lstm", "ppo_atari_lstm_vector"): (
+        GAMES_IN_PYTHON
+        + """
 agent = Agent(envs.action_space.n, args).to(device)
 just_reset = torch.tensor([not env.actions for env in envs.envs])
 _, bootstrap_values, _ = agent.step(bootstrap_obs, torch.stack(bootstrap_memory, 1))
 """,
-        """
+        GAMES_IN_ALE
+        + """
 agent = Agent(envs.num_actions, args).to(device)
 just_reset = torch.tensor([not actions for actions in envs.actions])
 _, bootstrap_values, _ = agent.step(bootstrap_obs[..., 3], torch.stack(bootstrap_memory, 1))
 """,
     ),
+    ("ddpg_continuous_action", "td3_continuous_action"): (
+        """
+compiled_update(agent, copy.deepcopy(learner), zeros, with_actor, coefs, args)
+compiled_update(agent, learner, batch, with_actor, coefs, args)
+""",
+        """
+policy_noise=args.policy_noise,
+noise_clip=args.noise_clip,
+copied = copy.deepcopy(learner)
+compiled_update(agent, copied, zeros, zeros["actions"], with_actor, coefs, args)
+target_noise = torch.randn(args.batch_size, action_dim).to(device)
+compiled_update(agent, learner, batch, target_noise, with_actor, coefs, args)
+""",
+    ),
+    ("td3_continuous_action", "sac_continuous_action"): (
+        """
+noise = ExplorationNoise((args.num_envs, action_dim), args)
+noise=noise,
+noise.reset(just_reset)
+policy_noise=args.policy_noise,
+noise_clip=args.noise_clip,
+variants = [True] if args.policy_frequency == 1 else [False, True]
+for with_actor in variants:
+copied = copy.deepcopy(learner)
+compiled_update(agent, copied, zeros, zeros["actions"], with_actor, coefs, args)
+actions = agent.act(normalizer.normalize_obs(envs.obs))
+progress = iteration / max(args.num_iterations - 1, 1)
+actions = np.clip(actions + noise.sample(progress), -1.0, 1.0)
+noise.reset(dones)
+for number in range(updates_before, updates_after):
+target_noise = torch.randn(args.batch_size, action_dim).to(device)
+with_actor = number % args.policy_frequency == 0
+compiled_update(agent, learner, batch, target_noise, with_actor, coefs, args)
+""",
+        """
+target_entropy = args.target_entropy
+if target_entropy is None:
+target_entropy = -float(action_dim)
+alpha_lr=args.alpha_learning_rate or args.learning_rate,
+target_entropy=target_entropy,
+noises = torch.zeros(2, *zeros["actions"].shape, device=device)
+compiled_update(agent, copy.deepcopy(learner), zeros, noises, coefs, args)
+actions = actions.astype(np.float32)  # as the actor's: a resume needs one dtype
+noise = np.random.standard_normal((args.num_envs, action_dim))
+actions = agent.act(normalizer.normalize_obs(envs.obs), noise)
+for _ in range(updates_before, updates_after):
+noises = torch.randn(2, args.batch_size, action_dim).to(device)
+compiled_update(agent, learner, batch, noises, coefs, args)
+""",
+    ),
+    ("ddpg_continuous_action", "ddpg_lstm"): (
+        """
+agent = Agent(obs_dim, action_dim, args.hidden_sizes).to(device)
+compiled_update = compile_or_not(update, args, device)
+# Compile before the first step: on zeros, with copies of what changes
+zeros = {
+name: torch.zeros(args.batch_size, *shape, device=device)
+for name, (_, shape) in columns.items()
+}
+variants = [True] if args.policy_frequency == 1 else [False, True]
+for with_actor in variants:
+compiled_update(agent, copy.deepcopy(learner), zeros, with_actor, coefs, args)
+actions = agent.act(normalizer.normalize_obs(envs.obs))
+batch = sample_batch(replay, normalizer, args, device)
+compiled_update(agent, learner, batch, with_actor, coefs, args)
+""",
+        """
+agent = Agent(obs_dim, action_dim, args).to(device)
+memory = ActorMemory(agent, args.num_envs)
+"steps": (np.int32, ()),  # of the episode, before this one
+memory=memory,
+memory.reset(just_reset)
+# Also before random steps: the memory follows all observations
+actions = agent.act(normalizer.normalize_obs(envs.obs), memory)
+steps=memory.steps,
+memory.follow(actions, dones)
+batch = sample_sequences(replay, normalizer, args, device)
+update(agent, learner, batch, with_actor, coefs, args)
+""",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", MAIN_BLOCKS)
-def test_main_blocks_of_one_algorithm_differ_in_games_alone(name):
+@pytest.mark.parametrize("names", MAIN_BLOCKS, ids=" to ".join)
+def test_main_blocks_of_one_kind_differ_in_few_lines(names):
     """So what the tests find in one of them is true of the other."""
     blocks = []
-    for stem in (name, f"{name}_vector"):
-        text = (ROOT / f"{stem}.py").read_text()
+    for name in names:
+        text = (ROOT / f"{name}.py").read_text()
         block = text[text.index('if __name__ == "__main__":') :]
         blocks.append([line.strip() for line in block.splitlines()])
-    in_python, in_ale = MAIN_BLOCKS[name]
     changes = [line for line in difflib.ndiff(*blocks) if line[0] in "-+"]
-    for sign, expected in (("- ", GAMES_IN_PYTHON + in_python), ("+ ", GAMES_IN_ALE + in_ale)):
+    for sign, expected in zip(("- ", "+ "), MAIN_BLOCKS[names]):
         found = [line.removeprefix(sign) for line in changes if line.startswith(sign)]
         assert sorted(found) == sorted(line for line in expected.splitlines() if line)

@@ -22,6 +22,7 @@ class Algorithm:
 HALF_CHEETAH = "HalfCheetah-v5"
 PONG = "PongNoFrameskip-v4"
 MASKED = "benchmark.environments:MaskedCartPole-v1"
+MASKED_PENDULUM = "benchmark.environments:MaskedPendulum-v1"
 ALGORITHMS = (
     Algorithm("vpg", "the policy gradient (REINFORCE)", "ladder_cartpole", "CartPole-v1"),
     Algorithm("a2c", "actor and critic", "ladder_cartpole", "CartPole-v1"),
@@ -37,6 +38,9 @@ ALGORITHMS = (
         "ppo_atari_lstm_vector", "PPO with memory, Atari games, played in threads", None, PONG
     ),
     Algorithm("ddpg_continuous_action", "DDPG", "ddpg_mujoco", HALF_CHEETAH),
+    Algorithm("ddpg_lstm", "DDPG with memory", None, MASKED_PENDULUM),
+    Algorithm("td3_continuous_action", "TD3", None, HALF_CHEETAH),
+    Algorithm("sac_continuous_action", "SAC", None, HALF_CHEETAH),
 )
 
 

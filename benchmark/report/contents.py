@@ -143,7 +143,7 @@ def environment_blocks(env_id, runs, curves, rows, center):
 def published_rows(published, runs, env_id):
     """The published scores of the environment's scripts, dicts."""
     found = [
-        analysis.published_of(published, script, env_id)
+        analysis.published_of(published, script, env_id, runs["planned_steps"])
         for script in sorted(runs["script"].unique())
     ]
     return [row for rows in found for row in rows.to_dict("records")]

@@ -116,7 +116,9 @@ def score_table(runs, published):
         line = {first: f"{env_id}, `{variant}`" if several else env_id}
         if steps:
             line["steps"] = planned(group)
-        rows = [analysis.published_of(published, x, env_id) for x in group["script"].unique()]
+        scripts = group["script"].unique()
+        own = group["planned_steps"]
+        rows = [analysis.published_of(published, script, env_id, own) for script in scripts]
         line |= {
             "seeds": contents.seeds_of(found),
             SCORE_NAME: mean_std(found["scores"]),

@@ -31,7 +31,7 @@ class Task:
     flags: tuple = ()
 
 
-DDPG_FLAGS = ("--random-steps", "100", "--learning-starts", "100", "--eval-interval", str(10**9))
+REPLAY_FLAGS = ("--random-steps", "100", "--learning-starts", "100", "--eval-interval", str(10**9))
 CORES = os.cpu_count()
 TASKS = {
     "ppo_continuous_action": Task("HalfCheetah-v5", rollout=2048, threads=1, steps=61440),
@@ -47,10 +47,13 @@ TASKS = {
     "ppo_atari_lstm_vector": Task(
         "BreakoutNoFrameskip-v4", 1024, threads=CORES, steps=10240, atari=True, amp=True
     ),
-    # Stable-Baselines3's DDPG learns after its 100th step, so that its first iteration isn't seen
-    "ddpg_continuous_action": Task(
-        "HalfCheetah-v5", 100, threads=CORES, steps=3000, least_iterations=3, flags=DDPG_FLAGS
-    ),
+    # Stable-Baselines3 learns after its 100th step, so that its first iteration isn't seen
+    **{
+        f"{name}_continuous_action": Task(
+            "HalfCheetah-v5", 100, threads=CORES, steps=3000, least_iterations=3, flags=REPLAY_FLAGS
+        )
+        for name in ("ddpg", "td3", "sac")
+    },
 }
 
 
@@ -115,7 +118,7 @@ def work_sb3(work):
         class Timed(algorithm):
             def train(self, *args, **kwargs):
                 super().train(*args, **kwargs)
-                # DDPG trains at every step, PPO at the end of a rollout
+                # off-policy algorithms train at every step, PPO at the end of a rollout
                 if self.num_timesteps % work.task.rollout == 0:
                     marks.append((self.num_timesteps, time.time()))
 
@@ -208,29 +211,53 @@ def sb3_atari_settings(work):
 
 
 def sb3_ddpg_continuous_action(work, timed):
-    import numpy as np
     from stable_baselines3 import DDPG
+
+    return timed(DDPG)("MlpPolicy", **sb3_replay_settings(work), action_noise=sb3_noise(work))
+
+
+def sb3_td3_continuous_action(work, timed):
+    from stable_baselines3 import TD3
+
+    settings = sb3_replay_settings(work)
+    settings |= {"policy_delay": 2, "target_policy_noise": 0.2, "target_noise_clip": 0.5}
+    return timed(TD3)("MlpPolicy", **settings, action_noise=sb3_noise(work))
+
+
+def sb3_sac_continuous_action(work, timed):
+    from stable_baselines3 import SAC
+
+    settings = {"ent_coef": "auto", "target_entropy": "auto", "target_update_interval": 1}
+    return timed(SAC)("MlpPolicy", **sb3_replay_settings(work), **settings)
+
+
+def sb3_replay_settings(work):
     from stable_baselines3.common.env_util import make_vec_env
+
+    return {
+        "env": make_vec_env(work.env_id, seed=work.seed),
+        "learning_rate": 3e-4,
+        "buffer_size": 1_000_000,
+        "batch_size": 256,
+        "gamma": 0.99,
+        "tau": 0.005,
+        "learning_starts": 100,
+        "train_freq": 1,
+        "gradient_steps": 1,
+        "policy_kwargs": {"net_arch": [256, 256]},
+        "seed": work.seed,
+        "device": "cpu",
+    }
+
+
+def sb3_noise(work):
+    """The noise of the actions played: normal, with a standard deviation of 0.1."""
+    import gymnasium as gym
+    import numpy as np
     from stable_baselines3.common.noise import NormalActionNoise
 
-    env = make_vec_env(work.env_id, seed=work.seed)
-    num_actions = env.action_space.shape[0]
-    return timed(DDPG)(
-        "MlpPolicy",
-        env,
-        learning_rate=3e-4,
-        buffer_size=1_000_000,
-        batch_size=256,
-        gamma=0.99,
-        tau=0.005,
-        learning_starts=100,
-        train_freq=1,
-        gradient_steps=1,
-        action_noise=NormalActionNoise(np.zeros(num_actions), np.full(num_actions, 0.1)),
-        policy_kwargs={"net_arch": [256, 256]},
-        seed=work.seed,
-        device="cpu",
-    )
+    (num_actions,) = gym.make(work.env_id).action_space.shape
+    return NormalActionNoise(np.zeros(num_actions), np.full(num_actions, 0.1))
 
 
 SB3_MODELS = {
@@ -240,6 +267,8 @@ SB3_MODELS = {
     "ppo_atari_lstm": sb3_ppo_atari_lstm,
     "ppo_atari_lstm_vector": sb3_ppo_atari_lstm,
     "ddpg_continuous_action": sb3_ddpg_continuous_action,
+    "td3_continuous_action": sb3_td3_continuous_action,
+    "sac_continuous_action": sb3_sac_continuous_action,
 }
 
 

@@ -11,9 +11,8 @@ import pandas as pd
 import pytest
 import torch
 from sb3_contrib import RecurrentPPO
-from stable_baselines3 import DDPG, PPO
+from stable_baselines3 import DDPG, PPO, SAC, TD3
 
-import ddpg_continuous_action
 import ppo_atari
 import ppo_atari_lstm
 import ppo_continuous_action
@@ -594,23 +593,38 @@ def test_sb3_has_the_hyper_parameters_of_ppo_atari_lstm(learned):
     assert made[0].observation_space.shape == (1, 84, 84)
 
 
-def test_sb3_has_the_hyper_parameters_of_ddpg_continuous_action(learned):
-    made = learned(DDPG, really=True)
-    marks = peers.work_sb3(Work("ddpg_continuous_action", "Pendulum-v1", 300, 1))
+@pytest.mark.parametrize("algorithm", [DDPG, TD3, SAC])
+def test_sb3_has_the_hyper_parameters_of_the_scripts_with_replay(learned, algorithm):
+    made = learned(algorithm, really=True)
+    script = f"{algorithm.__name__.lower()}_continuous_action"
+    marks = peers.work_sb3(Work(script, "Pendulum-v1", 300, 1))
     assert [step for step, _ in marks] == [200, 300]
     sb3 = made[0]
-    args = ddpg_continuous_action.Args()
+    module = import_module(script)
+    args = module.Args()
     assert sb3._n_updates == 200  # one a step, from the hundredth on
-    flags = dict(zip(peers.DDPG_FLAGS[::2], peers.DDPG_FLAGS[1::2]))
+    flags = dict(zip(peers.REPLAY_FLAGS[::2], peers.REPLAY_FLAGS[1::2]))
     assert flags["--learning-starts"] == flags["--random-steps"] == str(sb3.learning_starts)
     assert (sb3.n_envs, sb3.batch_size) == (args.num_envs, args.batch_size)
     assert (sb3.tau, sb3.gamma) == (args.tau, args.gamma)
     assert (sb3.lr_schedule(1.0), sb3.buffer_size) == (args.learning_rate, args.buffer_size)
-    assert (sb3.action_noise._sigma == args.exploration_noise).all()
-    assert sb3.policy_delay == args.policy_frequency
-    agent = ddpg_continuous_action.Agent(3, 1, args.hidden_sizes)
-    for ours, theirs in ((agent.actor, sb3.actor.mu), (agent.critic, sb3.critic.qf0)):
-        assert [p.shape for p in ours.parameters()] == [p.shape for p in theirs.parameters()]
+    if algorithm is SAC:
+        agent = module.Agent(3, 1, args)
+        assert (sb3.log_ent_coef.exp() > 0) == args.autotune and sb3.target_entropy == -1
+        assert sb3.target_update_interval == 1
+        sizes = [sum(p.numel() for p in net.parameters()) for net in (agent.actor, sb3.actor)]
+        assert sizes[0] == sizes[1]
+    else:
+        agent = module.Agent(3, 1, args.hidden_sizes)
+        assert (sb3.action_noise._sigma == args.exploration_noise).all()
+        assert sb3.policy_delay == args.policy_frequency
+        shapes = [[p.shape for p in net.parameters()] for net in (agent.actor, sb3.actor.mu)]
+        assert shapes[0] == shapes[1]
+    if algorithm is TD3:
+        noise = (sb3.target_policy_noise, sb3.target_noise_clip)
+        assert noise == (args.policy_noise, args.noise_clip)
+    shapes = [[p.shape for p in net.parameters()] for net in (agent.critic, sb3.critic)]
+    assert shapes[0] == shapes[1]
 
 
 # --------------------------------------------------------------------------------------------------
