@@ -1180,7 +1180,7 @@ def test_identity_environment_is_solved(run_script):
     assert np.mean(returns) > -0.01  # -0.33 for actions of zero
 
 
-def test_a_new_coefficient_does_not_compile_again(monkeypatch):
+def test_a_new_coefficient_does_not_compile_again():
     """So that a copy of the script can lower --ent-coef over the run."""
     torch._dynamo.reset()  # what other tests compiled counts as a first version
     args = ppo.Args(num_minibatches=1, update_epochs=1)
@@ -1189,9 +1189,8 @@ def test_a_new_coefficient_does_not_compile_again(monkeypatch):
     batch = {name: torch.randn(6) for name in ("logprobs", "values", "advantages", "returns")}
     batch |= {"obs": torch.randn(6, 3), "actions": torch.randn(6, 2)}
     update = torch.compile(ppo.update_minibatches, fullgraph=True, dynamic=False, backend="eager")
-    monkeypatch.setattr(torch._dynamo.config, "trace_autograd_ops", True)
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
-    for value in (0.1, 0.2, 0.3):
-        names = ("lr", "clip_coef", "ent_coef", "vf_coef", "max_grad_norm")
-        coefs = ppo.as_tensors(torch.device("cpu"), **dict.fromkeys(names, value))
-        update(optimizer, agent, batch, torch.randperm(6).view(1, 6), coefs, args)
+    with torch._dynamo.config.patch(trace_autograd_ops=True, error_on_recompile=True):
+        for value in (0.1, 0.2, 0.3):
+            names = ("lr", "clip_coef", "ent_coef", "vf_coef", "max_grad_norm")
+            coefs = ppo.as_tensors(torch.device("cpu"), **dict.fromkeys(names, value))
+            update(optimizer, agent, batch, torch.randperm(6).view(1, 6), coefs, args)

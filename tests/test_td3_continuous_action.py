@@ -262,6 +262,7 @@ def test_without_a_bound_noise_is_not_clipped(run_script):
     sums = []
     for bound in ("inf", "1e9", "0.1"):
         Stamped.made.clear()
-        ran = run_script(SCRIPT, *QUICK, *flags, "--policy-noise", "9", "--noise-clip", bound)
+        noise = ("--policy-noise", "9", "--noise-clip", bound)
+        ran = run_script(SCRIPT, *QUICK, *flags, *noise, "--run-name", bound)
         sums.append(ran.learner.sums.tolist())
     assert sums[0] == sums[1] != sums[2]

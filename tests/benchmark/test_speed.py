@@ -608,14 +608,13 @@ def test_sb3_has_the_hyper_parameters_of_the_scripts_with_replay(learned, algori
     assert (sb3.n_envs, sb3.batch_size) == (args.num_envs, args.batch_size)
     assert (sb3.tau, sb3.gamma) == (args.tau, args.gamma)
     assert (sb3.lr_schedule(1.0), sb3.buffer_size) == (args.learning_rate, args.buffer_size)
+    agent = module.Agent(3, 1, args.hidden_sizes)
     if algorithm is SAC:
-        agent = module.Agent(3, 1, args)
         assert (sb3.log_ent_coef.exp() > 0) == args.autotune and sb3.target_entropy == -1
         assert sb3.target_update_interval == 1
         sizes = [sum(p.numel() for p in net.parameters()) for net in (agent.actor, sb3.actor)]
         assert sizes[0] == sizes[1]
     else:
-        agent = module.Agent(3, 1, args.hidden_sizes)
         assert (sb3.action_noise._sigma == args.exploration_noise).all()
         assert sb3.policy_delay == args.policy_frequency
         shapes = [[p.shape for p in net.parameters()] for net in (agent.actor, sb3.actor.mu)]

@@ -242,8 +242,8 @@ def test_slurm_that_refuses_the_first_job_ends_the_sweep(cluster, engine):
 
 def test_a_silent_sbatch_is_asked_again(cluster, engine, commands, monkeypatch):
     """Even at the first job: it may pass."""
-    monkeypatch.setattr("benchmark.engines.ANSWER_S", 0.1)
     engine.running()
+    monkeypatch.setattr("benchmark.engines.ANSWER_S", 0.1)
     commands(sbatch="import time; time.sleep(60)")
     with pytest.raises(OSError, match="sbatch doesn't answer within 0.1 s"):
         engine.start(["a"])
