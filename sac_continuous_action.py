@@ -1399,9 +1399,8 @@ class Run:
 if __name__ == "__main__":
     args, saved = parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
-    if args.num_threads == 0:
-        args.num_threads = torch.get_num_threads()  # all cores; a resumed run takes as many
-    torch.set_num_threads(args.num_threads)
+    # A second thread is half an advantage on a quiet machine, and ruinous on a busy one
+    torch.set_num_threads(args.num_threads or 1)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     random.seed(args.seed)
     np.random.seed(args.seed)

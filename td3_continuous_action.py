@@ -1389,9 +1389,8 @@ class Run:
 if __name__ == "__main__":
     args, saved = parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
-    if args.num_threads == 0:
-        args.num_threads = torch.get_num_threads()  # all cores; a resumed run takes as many
-    torch.set_num_threads(args.num_threads)
+    # A second thread is half an advantage on a quiet machine, and ruinous on a busy one
+    torch.set_num_threads(args.num_threads or 1)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     random.seed(args.seed)
     np.random.seed(args.seed)
@@ -1461,9 +1460,11 @@ if __name__ == "__main__":
         for name, (_, shape) in columns.items()
     }
     variants = [True] if args.policy_frequency == 1 else [False, True]
+    # A tensor of its own: with one of zeros in two places, it would compile again later
+    target_noise = torch.zeros(args.batch_size, action_dim, device=device)
     for with_actor in variants:
         copied = copy.deepcopy(learner)
-        compiled_update(agent, copied, zeros, zeros["actions"], with_actor, coefs, args)
+        compiled_update(agent, copied, zeros, target_noise, with_actor, coefs, args)
 
     random_steps = args.learning_starts if args.random_steps is None else args.random_steps
     for iteration in run.iterations():

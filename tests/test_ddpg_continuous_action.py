@@ -5,6 +5,7 @@ The oracles are plain PyTorch with torch.optim, and Stable-Baselines3.
 
 import copy
 import errno
+import functools
 import json
 import os
 from pathlib import Path
@@ -693,20 +694,33 @@ def test_each_checkpoint_comes_after_the_buffer_is_on_disk(run_script, monkeypat
     assert events == ["config.json", SCRIPT.name, *checkpoints, "evaluation.json"]
 
 
-def test_all_cores_are_taken_and_a_resumed_run_takes_as_many(run_script):
-    """What PyTorch takes by itself is all cores."""
-    threads = torch.get_num_threads()
+def test_one_thread_is_taken_unless_told(run_script):
     flags = ["--env-id", "Pendulum-v1", "--total-timesteps", "40", "--learning-starts", "20"]
+    threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(2)
-        ran = run_script(SCRIPT, *QUICK, "--num-threads", "0", *flags)
-        assert torch.get_num_threads() == ran.args.num_threads == 2
-        (ran.run.folder / "evaluation.json").unlink()
-        torch.set_num_threads(1)
-        run_script(SCRIPT, "--resume", str(ran.run.folder))
-        assert torch.get_num_threads() == 2
+        for asked, taken in (("2", 2), ("0", 1)):
+            run_script(SCRIPT, *QUICK, *flags, "--num-threads", asked, "--run-name", asked)
+            assert torch.get_num_threads() == taken
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name, variants", [("ddpg", 1), ("td3", 2), ("sac", 1)])
+def test_a_run_compiles_its_update_once_for_each_variant(run_script, monkeypatch, name, variants):
+    """The first one for the script's trial with torch.sin."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    fully = functools.partial(torch.compile, backend=backend, fullgraph=True, dynamic=False)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: fully(function))
+    torch._dynamo.reset()
+    flags = ["--env-id", "Pendulum-v1", "--total-timesteps", "40", "--learning-starts", "20"]
+    path = SCRIPT.with_name(f"{name}_continuous_action.py")
+    run_script(path, *QUICK, *flags, "--compile")
+    assert len(graphs) == 1 + variants
 
 
 def seeds_of(seed, num_envs):

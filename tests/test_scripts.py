@@ -245,8 +245,10 @@ compiled_update(agent, learner, batch, with_actor, coefs, args)
         """
 policy_noise=args.policy_noise,
 noise_clip=args.noise_clip,
+# A tensor of its own: with one of zeros in two places, it would compile again later
+target_noise = torch.zeros(args.batch_size, action_dim, device=device)
 copied = copy.deepcopy(learner)
-compiled_update(agent, copied, zeros, zeros["actions"], with_actor, coefs, args)
+compiled_update(agent, copied, zeros, target_noise, with_actor, coefs, args)
 target_noise = torch.randn(args.batch_size, action_dim).to(device)
 compiled_update(agent, learner, batch, target_noise, with_actor, coefs, args)
 """,
@@ -259,9 +261,11 @@ noise.reset(just_reset)
 policy_noise=args.policy_noise,
 noise_clip=args.noise_clip,
 variants = [True] if args.policy_frequency == 1 else [False, True]
+# A tensor of its own: with one of zeros in two places, it would compile again later
+target_noise = torch.zeros(args.batch_size, action_dim, device=device)
 for with_actor in variants:
 copied = copy.deepcopy(learner)
-compiled_update(agent, copied, zeros, zeros["actions"], with_actor, coefs, args)
+compiled_update(agent, copied, zeros, target_noise, with_actor, coefs, args)
 actions = agent.act(normalizer.normalize_obs(envs.obs))
 progress = iteration / max(args.num_iterations - 1, 1)
 actions = np.clip(actions + noise.sample(progress), -1.0, 1.0)

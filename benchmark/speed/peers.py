@@ -31,8 +31,11 @@ class Task:
     flags: tuple = ()
 
 
-REPLAY_FLAGS = ("--random-steps", "100", "--learning-starts", "100", "--eval-interval", str(10**9))
 CORES = os.cpu_count()
+REPLAY_FLAGS = (
+    *("--random-steps", "100", "--learning-starts", "100"),
+    *("--eval-interval", str(10**9), "--num-threads", str(CORES)),
+)
 TASKS = {
     "ppo_continuous_action": Task("HalfCheetah-v5", rollout=2048, threads=1, steps=61440),
     "ppo_atari": Task(
