@@ -4,19 +4,19 @@
     python -m benchmark.speed ppo_atari \\
         --other 'CleanRL=python ../cleanrl/ppo_atari.py --total-timesteps 16384'
 
-The peers are Stable-Baselines3's PPO and DDPG, and sb3-contrib's RecurrentPPO, with the same
-wrappers or VecNormalize and the same hyper-parameters. The bounds are the environment alone and the
-arithmetic alone: the floating-point operations of PyTorch's matrix products and convolutions, at
-the rate that this machine reaches for a product of two matrices of 1024 x 1024.
+The peers are Stable-Baselines3's PPO, DDPG, TD3 and SAC, and sb3-contrib's RecurrentPPO, with the
+same wrappers or VecNormalize and the same hyper-parameters. The bounds are the environment alone
+and the arithmetic alone: the floating-point operations of PyTorch's matrix products and
+convolutions, at the rate that this machine reaches for a product of two matrices of 1024 x 1024.
 
 All programs of a round run one after the other, on the CPU: with one thread for
 ppo_continuous_action, with all cores for the others. Ratios pair the runs of a round.
 
-Steady state: from the end of the first iteration (rollout and update; for DDPG a hundred steps) to
-the end of the last. It has no start-up, compilation or final evaluation. Whole process: everything
-from the process's start to its end, with an evaluation of one episode, and what that comes to for
-1M steps. The compiler's cache is empty in the first round and filled in the others. DDPG learns
-from its 100th step on and evaluates nothing during the run.
+Steady state: from the end of the first iteration (rollout and update; for DDPG, TD3 and SAC a
+hundred steps) to the end of the last. It has no start-up, compilation or final evaluation. Whole
+process: everything from the process's start to its end, with an evaluation of one episode, and what
+that comes to for 1M steps. The compiler's cache is empty in the first round and filled in the
+others. DDPG, TD3 and SAC learn from their 100th step on and evaluate nothing during the run.
 """
 
 import sys
