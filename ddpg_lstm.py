@@ -622,12 +622,11 @@ class Core(nn.Module):
         if not self.use_memory:  # every step is a first one
             outputs, _ = self.cell(hidden.flatten(0, 1)[:, None])
             return outputs.view(*hidden.shape[:2], -1), state
-        if state is not None:
-            state = state.split(1) if self.num_states == 2 else state
-        outputs, state = self.cell(hidden, state)
-        if self.num_states == 2:
-            state = torch.cat(state)
-        return outputs, state
+        if self.num_states == 1:
+            return self.cell(hidden, state)
+        pair = None if state is None else state.split(1)  # an LSTM's hidden and cell states
+        outputs, pair = self.cell(hidden, pair)
+        return outputs, torch.cat(pair)
 
 
 class RecurrentActor(nn.Module):
@@ -1513,7 +1512,7 @@ class Run:
 if __name__ == "__main__":
     args, saved = parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
-    # A second thread is half an advantage on a quiet machine, and ruinous on a busy one
+    # A second thread gains less than it costs where other programs want the cores
     torch.set_num_threads(args.num_threads or 1)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     random.seed(args.seed)

@@ -1399,7 +1399,7 @@ class Run:
 if __name__ == "__main__":
     args, saved = parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
-    # A second thread is half an advantage on a quiet machine, and ruinous on a busy one
+    # A second thread gains less than it costs where other programs want the cores
     torch.set_num_threads(args.num_threads or 1)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     random.seed(args.seed)

@@ -1389,7 +1389,7 @@ class Run:
 if __name__ == "__main__":
     args, saved = parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
-    # A second thread is half an advantage on a quiet machine, and ruinous on a busy one
+    # A second thread gains less than it costs where other programs want the cores
     torch.set_num_threads(args.num_threads or 1)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     random.seed(args.seed)
@@ -1460,7 +1460,7 @@ if __name__ == "__main__":
         for name, (_, shape) in columns.items()
     }
     variants = [True] if args.policy_frequency == 1 else [False, True]
-    # A tensor of its own: with one of zeros in two places, it would compile again later
+    # Not zeros["actions"]: for one tensor in two places it would be compiled once more
     target_noise = torch.zeros(args.batch_size, action_dim, device=device)
     for with_actor in variants:
         copied = copy.deepcopy(learner)

@@ -41,7 +41,7 @@ DIFFERENT_FLAGS = {
     "env_id": "ids of games",
     "compile": "some compile nothing",
     "checkpoint_interval": "steps, where an iteration is a step",
-    "eval_interval": "steps, where an iteration is a step; by default DDPG evaluates",
+    "eval_interval": "steps, where an iteration is a step; with a replay buffer it is on by default",
     "hidden_sizes": "of which networks",
     "learning_rate": "of which optimizer",
     "batch_size": "transitions or sequences",
@@ -245,7 +245,7 @@ compiled_update(agent, learner, batch, with_actor, coefs, args)
         """
 policy_noise=args.policy_noise,
 noise_clip=args.noise_clip,
-# A tensor of its own: with one of zeros in two places, it would compile again later
+# Not zeros["actions"]: for one tensor in two places it would be compiled once more
 target_noise = torch.zeros(args.batch_size, action_dim, device=device)
 copied = copy.deepcopy(learner)
 compiled_update(agent, copied, zeros, target_noise, with_actor, coefs, args)
@@ -261,7 +261,7 @@ noise.reset(just_reset)
 policy_noise=args.policy_noise,
 noise_clip=args.noise_clip,
 variants = [True] if args.policy_frequency == 1 else [False, True]
-# A tensor of its own: with one of zeros in two places, it would compile again later
+# Not zeros["actions"]: for one tensor in two places it would be compiled once more
 target_noise = torch.zeros(args.batch_size, action_dim, device=device)
 for with_actor in variants:
 copied = copy.deepcopy(learner)

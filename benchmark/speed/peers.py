@@ -121,7 +121,7 @@ def work_sb3(work):
         class Timed(algorithm):
             def train(self, *args, **kwargs):
                 super().train(*args, **kwargs)
-                # off-policy algorithms train at every step, PPO at the end of a rollout
+                # Off-policy algorithms train at every step, PPO at the end of a rollout
                 if self.num_timesteps % work.task.rollout == 0:
                     marks.append((self.num_timesteps, time.time()))
 
