@@ -41,7 +41,7 @@ DIFFERENT_FLAGS = {
     "env_id": "ids of games",
     "compile": "some compile nothing",
     "checkpoint_interval": "steps, where an iteration is a step",
-    "eval_interval": "steps, where an iteration is a step; with a replay buffer it is on by default",
+    "eval_interval": "steps, where an iteration is a step; on by default with a replay buffer",
     "hidden_sizes": "of which networks",
     "learning_rate": "of which optimizer",
     "batch_size": "transitions or sequences",
