@@ -109,7 +109,7 @@ class Args:
     alpha: float = 1.0  # temperature, the weight of the entropy (with --autotune: the first one)
     alpha_learning_rate: float | None = None  # of the temperature (default: --learning-rate)
     target_entropy: float | None = None  # of the policy, in nats (default: minus action dimensions)
-    max_grad_norm: float | None = None  # largest norm of the gradient, actor's and critic's
+    max_grad_norm: float | None = None  # largest norm of a gradient: actor's, critics' or alpha's
     weight_decay: float = 0.0  # weight of the L2 penalty on the critic's parameters
     norm_obs: bool = False  # normalise observations by their running mean and deviation
     norm_reward: bool = False  # divide rewards by the running deviation of the discounted return
