@@ -38,8 +38,8 @@ ALGORITHMS = (
         "ppo_atari_lstm_vector", "PPO with memory, Atari games, played in threads", None, PONG
     ),
     Algorithm("ddpg_continuous_action", "DDPG", "ddpg_mujoco", HALF_CHEETAH),
-    Algorithm("ddpg_lstm", "DDPG with memory", None, MASKED_PENDULUM),
-    Algorithm("td3_continuous_action", "TD3", None, HALF_CHEETAH),
+    Algorithm("ddpg_lstm", "DDPG with memory", "ddpg_lstm", MASKED_PENDULUM),
+    Algorithm("td3_continuous_action", "TD3", "td3_mujoco", HALF_CHEETAH),
     Algorithm("sac_continuous_action", "SAC", None, HALF_CHEETAH),
 )
 
