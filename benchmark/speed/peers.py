@@ -33,8 +33,10 @@ class Task:
 
 CORES = os.cpu_count()
 REPLAY_FLAGS = (
-    *("--random-steps", "100", "--learning-starts", "100"),
-    *("--eval-interval", str(10**9), "--num-threads", str(CORES)),
+    "--random-steps=100",
+    "--learning-starts=100",
+    f"--eval-interval={10**9}",
+    f"--num-threads={CORES}",
 )
 TASKS = {
     "ppo_continuous_action": Task("HalfCheetah-v5", rollout=2048, threads=1, steps=61440),

@@ -603,7 +603,7 @@ def test_sb3_has_the_hyper_parameters_of_the_scripts_with_replay(learned, algori
     module = import_module(script)
     args = module.Args()
     assert sb3._n_updates == 200  # one a step, from the hundredth on
-    flags = dict(zip(peers.REPLAY_FLAGS[::2], peers.REPLAY_FLAGS[1::2]))
+    flags = dict(flag.split("=") for flag in peers.REPLAY_FLAGS)
     assert flags["--learning-starts"] == flags["--random-steps"] == str(sb3.learning_starts)
     assert (sb3.n_envs, sb3.batch_size) == (args.num_envs, args.batch_size)
     assert (sb3.tau, sb3.gamma) == (args.tau, args.gamma)
