@@ -40,7 +40,7 @@ ALGORITHMS = (
     Algorithm("ddpg_continuous_action", "DDPG", "ddpg_mujoco", HALF_CHEETAH),
     Algorithm("ddpg_lstm", "DDPG with memory", "ddpg_lstm", MASKED_PENDULUM),
     Algorithm("td3_continuous_action", "TD3", "td3_mujoco", HALF_CHEETAH),
-    Algorithm("sac_continuous_action", "SAC", None, HALF_CHEETAH),
+    Algorithm("sac_continuous_action", "SAC", "sac_mujoco", HALF_CHEETAH),
 )
 
 
