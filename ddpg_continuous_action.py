@@ -18,10 +18,13 @@
 # ///
 """DDPG for continuous (Box) actions: MuJoCo and any other environment with vector observations.
 
-Deep Deterministic Policy Gradient, Lillicrap et al. 2015, https://arxiv.org/abs/1509.02971, with
-the settings of the TD3 paper, Fujimoto et al. 2018, https://arxiv.org/abs/1802.09477 ("OurDDPG").
-Flags give those of the first paper: see docs/ddpg_continuous_action.md. The comments use the
-numbers of details of ppo_continuous_action.py. A time limit is not a termination.
+Deep Deterministic Policy Gradient, Lillicrap et al. 2015, https://arxiv.org/abs/1509.02971. The
+defaults are those of OurDDPG.py in https://github.com/sfujim/TD3: layers of 256, Adam with 3e-4,
+gamma 0.99, tau 0.005, minibatches of 256, noise of 0.1, 25,000 random steps. The paper has layers
+of 400 and 300, 1e-4 for the actor, 1e-3 and an L2 penalty of 1e-2 for the critic, tau 0.001,
+minibatches of 64 and an Ornstein-Uhlenbeck process (0.15, 0.2); docs/ddpg_continuous_action.md has
+the flags. The comments use the numbers of details of ppo_continuous_action.py. A time limit is not
+a termination.
 Diff it against ppo_continuous_action.py.
 
     python ddpg_continuous_action.py --env-id HalfCheetah-v5 --total-timesteps 1000000
@@ -465,13 +468,13 @@ class Normalizer:
             self.obs_rms.update(obs.astype(np.float64))
 
     def normalize_obs(self, obs):
-        """obs (n, obs_dim) -> float32, as the networks see them."""
+        """obs (..., obs_dim) -> float32, as the networks see them."""
         if self.norm_obs:
             return self.obs_rms.normalize(obs)
         return obs.astype(np.float32)
 
     def normalize_rewards(self, rewards):
-        """rewards (n,), float32 -> the same as the critic sees them."""
+        """rewards (...), float32 -> the same as the critic sees them."""
         if self.norm_reward:
             rewards = rewards / np.sqrt(self.return_rms.var + 1e-8)
             return rewards.clip(-10.0, 10.0).astype(np.float32)
@@ -547,7 +550,10 @@ class ReplayBuffer:
         self.count += n
 
     def read(self, numbers):
-        """Rows by their numbers, counted from the start of the run -> {name: array (n, *shape)}."""
+        """Rows by their numbers, counted from the start of the run.
+
+        numbers: an array of any shape -> {name: array (*numbers.shape, *shape)}.
+        """
         places = numbers % len(self.rows)
         # Column by column: NumPy is slow in copying rows that have arrays in them
         return {name: self.rows[name][places] for name in self.rows.dtype.names}

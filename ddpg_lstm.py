@@ -20,8 +20,9 @@
 
 Recurrent deterministic policy gradient, Heess et al. 2015, https://arxiv.org/abs/1512.04455: actor
 and critic see the observations and actions of an episode so far. Updates learn from sequences of
-the replay buffer, whose first steps, up to --burn-in, only fill the memory, as in R2D2, Kapturowski
-et al. 2019. docs/ddpg_lstm.md says in what both differ; the sizes are this script's own.
+the replay buffer. Their first steps, up to --burn-in, fill the memory and have no loss: an idea of
+R2D2, Kapturowski et al. 2019. docs/ddpg_lstm.md says how both papers differ. Sizes and lengths are
+this script's own; learning rates, gamma, tau and noise are those of ddpg_continuous_action.py.
 --no-memory is the control: the same networks, with every step as the first one. The update is not
 compiled: sequences differ in length from minibatch to minibatch.
 Diff it against ddpg_continuous_action.py.
@@ -474,13 +475,13 @@ class Normalizer:
             self.obs_rms.update(obs.astype(np.float64))
 
     def normalize_obs(self, obs):
-        """obs (n, obs_dim) -> float32, as the networks see them."""
+        """obs (..., obs_dim) -> float32, as the networks see them."""
         if self.norm_obs:
             return self.obs_rms.normalize(obs)
         return obs.astype(np.float32)
 
     def normalize_rewards(self, rewards):
-        """rewards (n,), float32 -> the same as the critic sees them."""
+        """rewards (...), float32 -> the same as the critic sees them."""
         if self.norm_reward:
             rewards = rewards / np.sqrt(self.return_rms.var + 1e-8)
             return rewards.clip(-10.0, 10.0).astype(np.float32)
@@ -556,7 +557,10 @@ class ReplayBuffer:
         self.count += n
 
     def read(self, numbers):
-        """Rows by their numbers, counted from the start of the run -> {name: array (n, *shape)}."""
+        """Rows by their numbers, counted from the start of the run.
+
+        numbers: an array of any shape -> {name: array (*numbers.shape, *shape)}.
+        """
         places = numbers % len(self.rows)
         # Column by column: NumPy is slow in copying rows that have arrays in them
         return {name: self.rows[name][places] for name in self.rows.dtype.names}
@@ -673,8 +677,8 @@ class Agent(nn.Module):
 
         memory: an ActorMemory, whose state moves on.
         """
-        histories = torch.from_numpy(memory.histories(obs)[:, None]).to(memory.state.device)
-        actions, memory.state = self.actor(histories, memory.state)
+        last_steps = torch.from_numpy(memory.last_steps(obs)[:, None]).to(memory.state.device)
+        actions, memory.state = self.actor(last_steps, memory.state)
         return actions[:, 0].cpu().numpy()
 
 
@@ -693,8 +697,8 @@ class ActorMemory:
         self.steps = np.zeros(num_envs, np.int64)
         self.use_memory = core.use_memory
 
-    def histories(self, obs):
-        """The last step of the histories that end with obs (num_envs, obs_dim)."""
+    def last_steps(self, obs):
+        """Of the histories that end with obs: (num_envs, obs_dim) -> (num_envs, inputs)."""
         return np.concatenate((obs, self.actions), 1)
 
     def follow(self, actions, dones):
@@ -910,11 +914,11 @@ def sample_sequences(replay, normalizer, args, device):
     """Draws sequences of steps, each within an episode -> {name: tensor (batch_size, steps, ...)}.
 
     The first step to learn from is drawn uniformly from the replay buffer. Up to
-    sequence_length - 1 steps of its episode follow it, and up to burn_in come before it. weights is
-    0 for those before it, and where the episode or the buffer has ended. Late steps of an episode
-    are in more sequences than early ones: the other weights make up for that, so that all steps of
-    the buffer count alike. histories has one step more: each step's next_obs follows it, also where
-    a time limit has cut the episode.
+    sequence_length - 1 steps of its episode follow it, and up to burn_in come before it. Only steps
+    to learn from have a weight above 0: not those before the drawn one, nor what is read past the
+    end of the episode or the buffer. Late steps of an episode are in more sequences than early
+    ones; the weights make up for that, so that all steps of the buffer count alike. histories has
+    one step more: each step's next_obs follows it, also where a time limit has cut the episode.
     """
     ages = np.random.randint(min(replay.count, replay.size), size=args.batch_size)
     drawn = replay.count - 1 - ages

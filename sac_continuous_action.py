@@ -19,9 +19,11 @@
 """SAC for continuous (Box) actions: MuJoCo and any other environment with vector observations.
 
 Soft Actor-Critic with a learned temperature, Haarnoja et al. 2018b,
-https://arxiv.org/abs/1812.05905, with the settings of its table 1, and Tianshou's first 10,000
-steps. The comments use the numbers of details of ppo_continuous_action.py and the equations of the
-paper. A time limit is not a termination.
+https://arxiv.org/abs/1812.05905. The defaults are those of its table 1: layers of 256, Adam with
+3e-4, gamma 0.99, tau 0.005, minibatches of 256, a target entropy of minus the action's dimensions.
+The temperature of 1 at the start is that of https://github.com/rail-berkeley/softlearning, the
+authors' code; the 10,000 random steps are Tianshou's. The comments use the numbers of details of
+ppo_continuous_action.py and the equations of the paper. A time limit is not a termination.
 Diff it against td3_continuous_action.py.
 
     python sac_continuous_action.py --env-id HalfCheetah-v5 --total-timesteps 1000000
@@ -467,13 +469,13 @@ class Normalizer:
             self.obs_rms.update(obs.astype(np.float64))
 
     def normalize_obs(self, obs):
-        """obs (n, obs_dim) -> float32, as the networks see them."""
+        """obs (..., obs_dim) -> float32, as the networks see them."""
         if self.norm_obs:
             return self.obs_rms.normalize(obs)
         return obs.astype(np.float32)
 
     def normalize_rewards(self, rewards):
-        """rewards (n,), float32 -> the same as the critic sees them."""
+        """rewards (...), float32 -> the same as the critic sees them."""
         if self.norm_reward:
             rewards = rewards / np.sqrt(self.return_rms.var + 1e-8)
             return rewards.clip(-10.0, 10.0).astype(np.float32)
@@ -549,7 +551,10 @@ class ReplayBuffer:
         self.count += n
 
     def read(self, numbers):
-        """Rows by their numbers, counted from the start of the run -> {name: array (n, *shape)}."""
+        """Rows by their numbers, counted from the start of the run.
+
+        numbers: an array of any shape -> {name: array (*numbers.shape, *shape)}.
+        """
         places = numbers % len(self.rows)
         # Column by column: NumPy is slow in copying rows that have arrays in them
         return {name: self.rows[name][places] for name in self.rows.dtype.names}
@@ -768,8 +773,9 @@ def gradient_step(loss, params, optimizer, lr, args):
 def update(agent, learner, batch, noises, coefs, args):
     """A step for the temperature, one for the critics, one for the actor, one for the targets.
 
-    Algorithm 1 of Haarnoja et al.; batch: see sample_batch; noises: of the actions in obs and of
-    those in next_obs, standard normal, (2, batch_size, action_dim).
+    Algorithm 1 of Haarnoja et al., but the temperature comes first, as in Stable-Baselines3. batch:
+    see sample_batch; noises: of the actions in obs and of those in next_obs, standard normal,
+    (2, batch_size, action_dim).
     """
     obs, next_obs = batch["obs"], batch["next_obs"]
     alpha = learner.alpha_optimizer.params.exp().squeeze(0)

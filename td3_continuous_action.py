@@ -18,10 +18,12 @@
 # ///
 """TD3 for continuous (Box) actions: MuJoCo and any other environment with vector observations.
 
-Twin Delayed DDPG, Fujimoto et al. 2018, https://arxiv.org/abs/1802.09477, with the settings of its
-code, https://github.com/sfujim/TD3; docs/td3_continuous_action.md says where the paper has others.
-The comments use the numbers of details of ppo_continuous_action.py and the sections of the paper. A
-time limit is not a termination.
+Twin Delayed DDPG, Fujimoto et al. 2018, https://arxiv.org/abs/1802.09477. The defaults are those of
+its code, https://github.com/sfujim/TD3: layers of 256, Adam with 3e-4, gamma 0.99, tau 0.005,
+minibatches of 256, noise of 0.1, smoothing noise of 0.2 within 0.5, a policy delayed by 2, 25,000
+random steps. The paper has layers of 400 and 300, 1e-3, minibatches of 100, and 1,000 or 10,000
+random steps. The comments use the numbers of details of ppo_continuous_action.py and the sections
+of the paper. A time limit is not a termination.
 Diff it against ddpg_continuous_action.py or sac_continuous_action.py.
 
     python td3_continuous_action.py --env-id HalfCheetah-v5 --total-timesteps 1000000
@@ -107,7 +109,7 @@ class Args:
     updates_per_step: float = 1.0  # updates for each step of an environment; may be below 1
     policy_frequency: int = 2  # update the actor and the targets at every N-th update of the critic
     policy_noise: float = 0.2  # standard deviation of the smoothing noise, for actions in [-1, 1]
-    noise_clip: float = 0.5  # bound of the smoothing noise
+    noise_clip: float = 0.5  # bound of the smoothing noise, for actions in [-1, 1]
     noise_type: Literal["gaussian", "ou"] = "gaussian"  # independent, or Ornstein-Uhlenbeck's
     exploration_noise: float = 0.1  # standard deviation for actions in [-1, 1] (ou: of its steps)
     final_exploration_noise: float | None = None  # at the last step, reached linearly
@@ -469,13 +471,13 @@ class Normalizer:
             self.obs_rms.update(obs.astype(np.float64))
 
     def normalize_obs(self, obs):
-        """obs (n, obs_dim) -> float32, as the networks see them."""
+        """obs (..., obs_dim) -> float32, as the networks see them."""
         if self.norm_obs:
             return self.obs_rms.normalize(obs)
         return obs.astype(np.float32)
 
     def normalize_rewards(self, rewards):
-        """rewards (n,), float32 -> the same as the critic sees them."""
+        """rewards (...), float32 -> the same as the critic sees them."""
         if self.norm_reward:
             rewards = rewards / np.sqrt(self.return_rms.var + 1e-8)
             return rewards.clip(-10.0, 10.0).astype(np.float32)
@@ -551,7 +553,10 @@ class ReplayBuffer:
         self.count += n
 
     def read(self, numbers):
-        """Rows by their numbers, counted from the start of the run -> {name: array (n, *shape)}."""
+        """Rows by their numbers, counted from the start of the run.
+
+        numbers: an array of any shape -> {name: array (*numbers.shape, *shape)}.
+        """
         places = numbers % len(self.rows)
         # Column by column: NumPy is slow in copying rows that have arrays in them
         return {name: self.rows[name][places] for name in self.rows.dtype.names}

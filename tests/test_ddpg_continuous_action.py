@@ -333,7 +333,7 @@ def test_metrics_are_means_of_what_there_is():
     assert learner.mean_metrics() == {"qf1_values": 1.0, "qf1_loss": 2.0, "actor_loss": 3.0}
 
 
-def test_networks_and_defaults_are_those_of_the_td3_paper():
+def test_networks_and_defaults_are_those_of_the_td3_paper_s_code():
     args = ddpg.Args()
     agent = ddpg.Agent(17, 6, args.hidden_sizes)
     for net, inputs, outputs, last in (

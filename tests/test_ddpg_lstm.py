@@ -105,7 +105,12 @@ def test_sequences_are_of_one_episode(tmp_path, monkeypatch, trial):
     rows = play(replay, num_envs, num_steps, draws)
     oldest = max(len(rows) - size, 0)
     ages = np.arange(len(rows) - oldest)
-    monkeypatch.setattr(np.random, "randint", lambda *_, **__: ages)
+
+    def draw_all(stop, size):
+        assert (stop, size) == (len(ages), args.batch_size)
+        return ages
+
+    monkeypatch.setattr(np.random, "randint", draw_all)
     batch = lstm.sample_sequences(replay, normalizer, args, CPU)
     batch = {name: x.numpy() for name, x in batch.items()}
 
@@ -168,7 +173,12 @@ def test_sequences_are_those_of_skrl(tmp_path, monkeypatch):
     torch.manual_seed(2)
     theirs = memory.sample([*columns], batch_size=16, sequence_length=3)[0]
     drawn = memory.get_sampling_indexes().view(16, 3)[:, 0].numpy()
-    monkeypatch.setattr(np.random, "randint", lambda *_, **__: replay.count - 1 - drawn)
+
+    def draw_theirs(stop, size):
+        assert (stop, size) == (100, 16)
+        return replay.count - 1 - drawn
+
+    monkeypatch.setattr(np.random, "randint", draw_theirs)
     normalizer = lstm.Normalizer(lstm.VecEnv([lstm.make_env("Stamped-v0")], 1), args)
     ours = lstm.sample_sequences(replay, normalizer, args, CPU)
     assert ours["weights"].all()
@@ -389,6 +399,16 @@ def test_actions_follow_from_the_episode_so_far(run_script, flags):
             np.testing.assert_allclose(played[step], expected, atol=1e-6)
 
 
+def test_init_from_needs_the_same_memory(run_script, capsys):
+    """The networks have the same shapes, so nothing else would notice."""
+    flags = ("--env-id", "Stamped-v0", "--total-timesteps", "30", "--learning-starts", "20")
+    first = run_script(SCRIPT, *QUICK, *flags)
+    again = ("--run-name", "again", "--init-from", str(first.run.folder))
+    run_script(SCRIPT, *QUICK, *flags, *again, "--no-memory", code=2)
+    assert capsys.readouterr().err.startswith("error: --init-from: that run has another --memory")
+    run_script(SCRIPT, *QUICK, *flags, *again)
+
+
 @pytest.mark.parametrize("cell, gates", [("lstm", 4), ("gru", 3), ("rnn", 1)])
 def test_networks(cell, gates):
     """ReLU layers before the core and, in the critic, one after it."""
@@ -410,8 +430,8 @@ def test_networks(cell, gates):
     assert [tuple(x.weight.shape) for x in agent.critic.head[::2]] == [(24, 26), (1, 24)]
 
 
-def test_the_memory_of_a_resumed_run_goes_on():
-    """And that of an environment that begins an episode is empty."""
+def test_a_saved_memory_goes_on_where_it_was():
+    """Once reset, it is empty."""
     args = make_args(num_envs=2)
     agent = lstm.Agent(3, 2, args)
     memory = lstm.ActorMemory(agent, 2)

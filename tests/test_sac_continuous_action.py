@@ -323,7 +323,8 @@ def test_init_from_takes_networks_and_no_temperature(run_script):
     torch.testing.assert_close(flat(ran.agent), flat(first.agent), rtol=1e-2, atol=1e-3)
 
 
-def test_networks_and_defaults_are_those_of_the_paper():
+def test_networks_and_defaults():
+    """Of the paper's table 1; the 10,000 random steps are Tianshou's."""
     args = sac.Args()
     agent = sac.Agent(17, 6, args.hidden_sizes)
     critics = (agent.critic.network1, agent.critic.network2)
