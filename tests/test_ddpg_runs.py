@@ -442,6 +442,20 @@ def test_an_environment_that_does_not_come_back(run, tmp_path):
     assert saved["return_rms"]["var"] < 1e6
 
 
+def test_a_memory_is_emptied_where_its_episode_does_not_come_back(run, tmp_path):
+    script = SCRIPT.with_name("ddpg_lstm.py")
+    flags = OTHERS["ddpg_lstm"].replace("toy:Toy-v0", "toy:ToyShort-v0") + " --eval-interval 1000"
+    assert run(tmp_path, flags, script=script, fault="SIGTERM 249", END="30").returncode == 143
+    saved = load_checkpoint(tmp_path / RUN)
+    saved["memory"]["steps"] += 1000
+    test_runs.edit_checkpoint(tmp_path / RUN, **saved)
+    # 250 steps are played again
+    flags = f"--resume {RUN}"
+    result = run(tmp_path, flags, script=script, fault="SIGTERM 253", END="3")
+    assert result.returncode == 143 and result.stdout.count("can't be brought back") == 2
+    assert load_checkpoint(tmp_path / RUN)["memory"]["steps"].max() < 1000
+
+
 def test_tensorboard(whole):
     """The tags and the steps of each; losses are logged every 100 iterations."""
     accumulator = EventAccumulator(str(whole), size_guidance={"scalars": 0}).Reload()
