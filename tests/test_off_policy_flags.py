@@ -32,7 +32,7 @@ BAD_VALUES = (
     ("max-grad-norm", ("0", "inf"), FINITE),
     ("num-envs", ("0",), POSITIVE),
     ("gamma", ("-0.1", "2", "nan"), "must be from 0 to 1"),
-    ("hidden-sizes", ("0", "-16"), "must be numbers above 0"),
+    ("hidden-sizes", ("0", "-16", "16 0"), "must be numbers above 0"),
     ("buffer-size", ("0",), POSITIVE),
     ("batch-size", ("0",), POSITIVE),
     ("tau", ("0", "2", "nan"), "must be above 0, up to 1"),
@@ -60,7 +60,7 @@ def test_bad_values(refused, script):
     for flag, values, sentence in BAD_VALUES:
         for value in values:
             if flag not in without:
-                message = refused(script, [f"--{flag}", value])
+                message = refused(script, [f"--{flag}", *value.split()])
                 assert message.startswith(f"error: --{flag} {sentence}"), (flag, value)
                 assert message.count("\n") == 1
 
