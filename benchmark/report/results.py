@@ -162,7 +162,7 @@ def gains_table(runs):
     """What each variant of a script gains on its defaults -> Table.
 
     It has the scores in each environment and the difference of normalised scores over all. It is
-    None unless a script has several variants in several environments.
+    None unless a script has variants that share environments with its defaults, which have several.
     """
     raw = analysis.scores_of(runs)
     scaled, bounds = analysis.scale(raw)
@@ -173,9 +173,11 @@ def gains_table(runs):
         if base not in raw or not others or len(raw[base]) < 2:
             continue
         script = own["script"].iloc[0]
-        found = analysis.ablation(raw, scaled, script, base, others, "iqm")["all"]
+        found = analysis.ablation(raw, scaled, script, base, others, "iqm")
+        if "all" not in found:  # none of the others shares an environment with it
+            continue
         lines.append((f"`{base}`", *score_cells(own, base, raw, bounds), ""))
-        for row in found.to_dict("records"):
+        for row in found["all"].to_dict("records"):
             gain = contents.interval_of(row)
             cells = score_cells(own, row["variant"], raw, bounds)
             lines.append((f"`{row['name']}`", *cells, gain))

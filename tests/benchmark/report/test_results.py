@@ -164,6 +164,12 @@ def test_gains_are_those_of_a_scripts_variants_over_several_environments(make_ru
     assert results.gains_table(make_runs(*(row for row in rows if row["env_id"] == "A-v0"))) is None
 
 
+def test_a_variant_without_an_environment_of_the_defaults_has_no_gain(make_runs):
+    rows = [{"env_id": env_id, "score": 1.0, "base": True} for env_id in ("A-v0", "B-v0")]
+    elsewhere = {"env_id": "C-v0", "score": 0.0, "variant": "vpg elsewhere"}
+    assert results.gains_table(make_runs(*rows, elsewhere)) is None
+
+
 def test_the_figure_shown_is_the_gain_else_the_curves():
     plots = {
         "A_steps": Curves(None, "steps"),
