@@ -329,8 +329,10 @@ def make_env(env_id, video_dir=None, video_interval=1, max_steps=None):
     space = env.action_space
     fits = isinstance(space, gym.spaces.Box) and space.dtype.kind == "f"
     check(fits, f"{env_id} has the action space {space}, but this script needs a Box of floats")
-    bounded = np.isfinite(space.high - space.low).all()
-    check(bounded, f"{env_id} has the action space {space}, but this script needs finite bounds")
+    with np.errstate(over="ignore"):  # finite bounds may be infinitely far apart, too
+        bounded = np.isfinite(space.high - space.low).all()
+    advice = "but this script needs finite bounds and a finite range"
+    check(bounded, f"{env_id} has the action space {space}, {advice}")
     obs_space = env.observation_space
     fits = isinstance(obs_space, gym.spaces.Box | gym.spaces.Dict) and obs_space.is_np_flattenable
     advice = "but this script needs a Box or a Dict of them"
@@ -897,7 +899,7 @@ def read_flags(may_change):
     check(args.eval_interval >= 0, "--eval-interval must be 0 or above")
     check(args.eval_episodes >= 0, "--eval-episodes must be 0 or above")
     evaluates = args.eval_episodes > 0
-    check(evaluates or args.eval_interval == 0, "--eval-interval needs --eval-episodes above 0")
+    check(evaluates or args.eval_interval == 0, "--eval-episodes 0 needs --eval-interval 0")
     check(args.eval_max_steps > 0, "--eval-max-steps must be above 0")
     return args, saved
 

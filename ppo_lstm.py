@@ -848,7 +848,7 @@ def read_flags(may_change):
     check(args.eval_interval >= 0, "--eval-interval must be 0 or above")
     check(args.eval_episodes >= 0, "--eval-episodes must be 0 or above")
     evaluates = args.eval_episodes > 0
-    check(evaluates or args.eval_interval == 0, "--eval-interval needs --eval-episodes above 0")
+    check(evaluates or args.eval_interval == 0, "--eval-episodes 0 needs --eval-interval 0")
     check(args.eval_max_steps > 0, "--eval-max-steps must be above 0")
     return args, saved
 

@@ -42,6 +42,8 @@ class Copied(toy.Toy):
 gym.register("ToyCopied-v0", Copied)
 unbounded = gym.spaces.Box(-np.inf, np.inf, (2,))
 gym.register("ToyUnbounded-v0", toy.Toy, kwargs={"action_space": unbounded})
+wide = gym.spaces.Box(np.float32(-3e38), np.float32(3e38), (2,))
+gym.register("ToyWide-v0", toy.Toy, kwargs={"action_space": wide})
 '''
 
 NOISE = (
@@ -308,6 +310,7 @@ BAD_INPUT = {
         "--buffer-size",
     ),
     "unbounded-actions": ("--env-id ddpg_toys:ToyUnbounded-v0", "ToyUnbounded-v0", "finite bounds"),
+    "too-wide-actions": ("--env-id ddpg_toys:ToyWide-v0", "ToyWide-v0", "a finite range"),
     "discrete-actions": ("--env-id CartPole-v1", "CartPole-v1", "Discrete", "Box"),
     "unknown-env": ("--env-id HalfCheeta-v5", "can't make HalfCheeta-v5"),
     "gamma": ("--gamma 2", "--gamma must"),

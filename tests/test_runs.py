@@ -466,7 +466,10 @@ BAD_FLAGS = {
     "run-name-absolute": ("--run-name /nowhere/x/run", "--run-name"),
     "run-name-not-utf-8": ("--run-name run\udcff", "--run-name"),
     "best-of-nothing": ("--best", "--best needs"),
-    "evaluate-while-training-without-episodes": ("--eval-interval 1 --eval-episodes 0", "needs"),
+    "evaluate-while-training-without-episodes": (
+        "--eval-interval 1 --eval-episodes 0",
+        "--eval-episodes 0 needs --eval-interval 0",
+    ),
     "negative-eval-interval": ("--eval-interval -1", "--eval-interval"),
     "no-steps-of-evaluation": ("--eval-max-steps 0", "--eval-max-steps"),
     "resume-nothing": ("--resume runs/nowhere", "runs/nowhere"),
