@@ -10,7 +10,8 @@ and the arithmetic alone: the floating-point operations of PyTorch's matrix prod
 convolutions, at the rate that this machine reaches for a product of two matrices of 1024 x 1024.
 
 All programs of a round run one after the other, on the CPU: with one thread for
-ppo_continuous_action, with all cores for the others. Ratios pair the runs of a round.
+ppo_continuous_action, with all cores that they may use for the others. Ratios pair the runs of a
+round.
 
 Steady state: from the end of the first iteration (rollout and update; for DDPG, TD3 and SAC a
 hundred steps) to the end of the last. It has no start-up, compilation or final evaluation. Whole

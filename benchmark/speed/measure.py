@@ -14,7 +14,16 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from benchmark.speed.peers import BOUNDS, FULL_STEPS, OURS, PROGRAMS, ROOT, WORKERS, command_of
+from benchmark.speed.peers import (
+    BOUNDS,
+    CORES,
+    FULL_STEPS,
+    OURS,
+    PROGRAMS,
+    ROOT,
+    WORKERS,
+    command_of,
+)
 from benchmark.worker import BAD_INPUT
 
 PACKAGES = ("torch", "gymnasium", "mujoco", "numpy", "stable-baselines3", "sb3-contrib")
@@ -207,7 +216,7 @@ def describe_machine():
     busy = [f"{name} {share:.0%}" for name, share in busy_processes()]
     others = ", ".join(busy) if busy else "nothing"
     return (
-        f"python {platform.python_version()}, {versions}; {processor()}, {os.cpu_count()} cores, "
+        f"python {platform.python_version()}, {versions}; {processor()}, {CORES} cores, "
         f"{platform.platform()}; at the start: load {load:.2f}, other programs on the CPU (shares "
         f"of a core): {others}"
     )

@@ -31,7 +31,8 @@ class Task:
     flags: tuple = ()
 
 
-CORES = os.cpu_count()
+# Those that this process may use: taskset leaves it some
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 REPLAY_FLAGS = (
     "--random-steps=100",
     "--learning-starts=100",
