@@ -31,7 +31,7 @@ class Task:
     flags: tuple = ()
 
 
-# Those that this process may use: taskset leaves it some
+# Those that this process may use: taskset may leave it fewer than there are
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 REPLAY_FLAGS = (
     "--random-steps=100",

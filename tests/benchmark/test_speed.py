@@ -1,6 +1,7 @@
 """benchmark.speed: its arithmetic, its peers, and what a user gets."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -139,6 +140,15 @@ def test_rows_say_whether_the_compilers_cache_was_empty(tmp_path, monkeypatch):
     assert measure.measure("sb3", work, tmp_path / "cache")["cache"] == ""
     monkeypatch.setattr(measure, "command_of", lambda *_: ["true"])  # compiles nothing
     assert measure.measure("plainrl", work, tmp_path / "none")["cache"] == ""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="there is no taskset")
+def test_all_cores_are_those_that_the_process_may_use():
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
+    code = f"{code}; from benchmark.speed.peers import CORES; print(CORES)"
+    words = [sys.executable, "-c", code]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "1\n"
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous_action", "ppo_atari"])
