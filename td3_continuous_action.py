@@ -12,8 +12,7 @@
 #     "tqdm==4.70.1",
 #     "tensorboard==2.21.0",
 #     "wandb==0.31.0",
-#     "imageio[ffmpeg]==2.38.0",
-#     "imageio-ffmpeg==0.8.1",
+#     "moviepy==2.2.1",
 # ]
 # ///
 """TD3 for continuous (Box) actions: MuJoCo and any other environment with vector observations.
@@ -22,43 +21,36 @@ Twin Delayed DDPG, Fujimoto et al. 2018, https://arxiv.org/abs/1802.09477. The d
 its code, https://github.com/sfujim/TD3: layers of 256, Adam with 3e-4, gamma 0.99, tau 0.005,
 minibatches of 256, noise of 0.1, smoothing noise of 0.2 within 0.5, a policy delayed by 2, 25,000
 random steps. The paper has layers of 400 and 300, 1e-3, minibatches of 100, and 1,000 or 10,000
-random steps. The comments use the numbers of details of ppo_continuous_action.py and the sections
-of the paper. A time limit is not a termination.
+random steps. Comments number details as docs/details.md does, and have the paper's sections. A
+time limit is not a termination.
 Diff it against ddpg_continuous_action.py or sac_continuous_action.py.
 
     python td3_continuous_action.py --env-id HalfCheetah-v5 --total-timesteps 1000000
 """
 
 import copy
-import errno
-import fcntl
-import io
 import json
 import math
 import os
-import pickle
+import platform
 import random
+import re
+import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
-import traceback
-import zipfile
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
-import imageio.v2 as imageio
 import numpy as np
 import torch
 import torch.nn as nn
 import tyro
-from torch.optim.adam import adam
+from filelock import FileLock, Timeout
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -77,21 +69,17 @@ class Args:
     torch_deterministic: bool = True  # use deterministic cuDNN algorithms
     cuda: bool = True  # use a GPU where there is one
     compile: bool = True  # compile the update, which takes half a minute the first time
-    num_threads: int = 0  # threads of PyTorch (0: chosen by the script)
+    num_threads: int = 1  # threads of PyTorch; a second one gains less than it costs
     track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "plainrl"  # project at Weights & Biases
     wandb_entity: str | None = None  # user or team at Weights & Biases
-    capture_video: bool = False  # film the evaluation and training episodes of one environment
-    video_interval: int = 100  # film every N-th training episode
-    save_model: bool = False  # write the final weights to EXPERIMENT.cleanrl_model too
-    checkpoint_interval: int = 10000  # steps between checkpoints
-    eval_interval: int = 10000  # steps between evaluations during the training (0: none)
+    capture_video: bool = False  # film the first episode of each evaluation, into videos/
+    checkpoint_interval: int = 10000  # iterations (a step in each environment) between checkpoints
+    eval_interval: int = 10000  # iterations between evaluations during the training (0: none)
     eval_episodes: int = 10  # episodes of an evaluation, with deterministic actions and own seeds
-    eval_max_steps: int = 100000  # steps after which an episode of an evaluation ends
     resume: str | None = None  # continue the run in this folder, exactly; its flags come with it
-    evaluate: str | None = None  # play the policy of the run in this folder; its flags come with it
-    init_from: str | None = None  # begin with the networks and statistics of the run in this folder
-    best: bool = False  # with --evaluate or --init-from: the networks of that run's best evaluation
+    evaluate: str | None = None  # play the policy of this run, or of a checkpoint such as best.pt
+    init_from: str | None = None  # begin with the networks and statistics of this run
 
     env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
     total_timesteps: int = 1000000  # steps of the run, all environments together
@@ -119,44 +107,299 @@ class Args:
     norm_reward: bool = False  # divide rewards by the running deviation of the discounted return
 
 
-def parse_args():
-    """Returns the flags, and the checkpoint that --resume or --evaluate starts from, or None.
+SCHEDULES = ("final_exploration_noise",)  # flags whose effect depends on --total-timesteps
 
-    To the flags it adds num_iterations; read_flags has added folder.
-    """
-    args, saved = read_flags(may_change=[])  # the replay buffer depends on --checkpoint-interval
-    check(args.total_timesteps > 0, "--total-timesteps must be above 0")
-    for name in ("learning_rate", "actor_learning_rate", "critic_learning_rate", "max_grad_norm"):
-        value = getattr(args, name)
-        flag = "--" + name.replace("_", "-")
-        check(value is None or 0 < value < math.inf, f"{flag} must be above 0 and finite")
-    check(args.num_envs > 0, "--num-envs must be above 0")
-    check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
+
+def check_args(args):
+    """Ends the program if the flags can't be used, alone or together."""
+    check(0 <= args.seed < 2**32, "--seed must be from 0 to 2**32 - 1")
+    positive = ("checkpoint_interval", "eval_episodes", "total_timesteps", "learning_rate")
+    positive += ("num_envs", "buffer_size", "batch_size", "updates_per_step", "policy_frequency")
+    for name in positive:
+        check(getattr(args, name) > 0, f"--{name.replace('_', '-')} must be above 0")
     check(min(args.hidden_sizes, default=0) > 0, "--hidden-sizes must be numbers above 0")
-    check(args.buffer_size > 0, "--buffer-size must be above 0")
-    check(args.batch_size > 0, "--batch-size must be above 0")
+    check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
     check(0 < args.tau <= 1, "--tau must be above 0, up to 1")
-    check(args.random_steps is None or args.random_steps >= 0, "--random-steps must be 0 or above")
-    check(args.learning_starts >= 0, "--learning-starts must be 0 or above")
-    check(0 < args.updates_per_step < math.inf, "--updates-per-step must be above 0 and finite")
-    check(args.policy_frequency > 0, "--policy-frequency must be above 0")
-    check(args.noise_clip >= 0, "--noise-clip must be 0 or above")
-    noises = ("policy_noise", "exploration_noise", "final_exploration_noise")
-    for name in (*noises, "weight_decay"):
-        value = getattr(args, name)
-        flag = "--" + name.replace("_", "-")
-        check(value is None or 0 <= value < math.inf, f"{flag} must be 0 or above, and finite")
+    check(args.learning_starts < args.total_timesteps, "--learning-starts is past the last step")
 
-    if args.init_from is not None:
-        for name in ("norm_obs", "norm_reward"):
-            flag = "--" + name.replace("_", "-")
-            same = saved["args"][name] == getattr(args, name)
-            check(same, f"--init-from: that run has another {flag}, give the same one")
 
-    args.num_iterations = args.total_timesteps // args.num_envs
-    total_steps = args.num_iterations * args.num_envs
-    check(total_steps > args.learning_starts, "--learning-starts is past the last step")
+# --------------------------------------------------------------------------------------------------
+# Run: folder, logs, checkpoints, signals. It is the same text in every script and knows nothing of
+# what is learned: skip it on a first reading.
+# --------------------------------------------------------------------------------------------------
+
+SCRIPT = Path(__file__).name
+
+
+def check(condition, message):
+    """Ends the program with a sentence, code 2, if the input is not as it must be."""
+    if not condition:
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def read_flags():
+    """Returns the flags, and the checkpoint that the run starts from, or None.
+
+    With --resume and --evaluate the flags are those of the old run. --resume lets a few be given
+    again, --evaluate all.
+    """
+    sys.path.append("")  # the current folder, for --env-id my_envs:MyEnv-v0
+    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    old_run = args.resume or args.evaluate or args.init_from
+    if old_run is None:
+        return args, None
+    path = Path(old_run)
+    if args.resume or path.is_dir():
+        path = path / "checkpoint.pt"
+    try:  # weights_only: a stranger's file can't run code
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        flags = {name: x for name, x in saved["args"].items() if name in asdict(args)}
+        old_args = replace(Args(**flags), resume=args.resume, evaluate=args.evaluate)
+    except Exception as error:  # torch.load raises many kinds
+        check(False, f"{path} is no checkpoint of {SCRIPT}: {type(error).__name__}: {error}")
+    if args.init_from:
+        return args, saved
+    args = tyro.cli(Args, default=replace(old_args, init_from=None))
+    if args.resume:
+        script = saved["script"]
+        check(script == SCRIPT, f"{old_run} was made by {script}: resume it with that script")
+        check_changes(asdict(old_args), asdict(args))
     return args, saved
+
+
+def check_changes(old, new):
+    """Ends the program if flags of a resumed run, dicts, can't be as they are now."""
+    changed = {name for name in new if new[name] != old[name]}
+    free = {"init_from", "capture_video", "eval_interval", "eval_episodes", "checkpoint_interval"}
+    for name in changed - free - {"total_timesteps"}:
+        check(False, f"the run was made with {name} = {old[name]}: leave that flag out")
+    for name in SCHEDULES:
+        fits = "total_timesteps" not in changed or not old[name]
+        advice = "start a new run with --init-from"
+        check(fits, f"--total-timesteps can't change, since {name} depends on it: {advice}")
+
+
+def cpu_name():
+    """The processor's name, which platform.processor() doesn't know on Linux."""
+    if sys.platform != "linux":
+        return platform.processor()
+    return re.findall("model name.*: (.*)|$", Path("/proc/cpuinfo").read_text())[0]
+
+
+class Run:
+    """A run on disk, and the signals that stop it.
+
+    The script names the run's parts, loops over iterations(), adds to global_step, logs, and
+    finishes. Iterations and steps are counted from the beginning of the run, not of the process.
+    """
+
+    def __init__(self, args, saved, total_steps):
+        self.args = args
+        self.saved = saved
+        self.total_steps = total_steps
+        self.iteration = 0
+        self.global_step = 0  # all environments together
+        self.wall_seconds = 0.0
+        self.recent_returns = []
+        self.best_return = -math.inf  # of the evaluations during the training
+        self.wandb_id = None
+        self.stop_signal = None
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+        self.machine = {"torch": str(torch.__version__), "cpu": cpu_name(), "gpu": gpu}
+        self.parts = {"run": self}
+        if args.evaluate:
+            path = Path(args.evaluate)
+            self.folder = path if path.is_dir() else path.parent
+            return
+        self.folder = Path(args.resume) if args.resume else self.make_folder()
+        self.lock = FileLock(self.folder / "lock")
+        try:
+            self.lock.acquire(timeout=0)
+        except Timeout:
+            check(False, f"{self.folder} is in use by another process")
+
+    def make_folder(self):
+        """Makes the folder of a new run, with config.json and a copy of the script; returns it."""
+        name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
+        folder = Path("runs", self.args.run_name or name.replace("/", "-").replace(":", "-"))
+        is_new = not (folder / "checkpoint.pt").exists()
+        check(is_new, f"{folder} has a run: --resume it, or choose another --run-name")
+        folder.mkdir(parents=True, exist_ok=True)
+        describe = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
+        git = subprocess.run(describe, shell=True, capture_output=True, text=True)
+        config = {
+            "args": asdict(self.args),
+            "defaults": asdict(Args()),
+            "script": str(Path(__file__).absolute()),
+            "command": sys.argv,
+            "git_commit": git.stdout.strip(),
+            "machine": self.machine,
+            "versions": {package.name: package.version for package in distributions()},
+        }
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+        (folder / SCRIPT).write_bytes(Path(__file__).read_bytes())
+        return folder
+
+    def load(self, **parts):
+        """Loads parts, anything with load_state_dict(), from the checkpoint."""
+        try:
+            for name, part in parts.items():
+                part.load_state_dict(self.saved[name])
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            check(False, f"the checkpoint is of a run with other sizes or another version: {error}")
+
+    def restore(self, **parts):
+        """Names all that a checkpoint must hold; with --resume, loads it."""
+        self.parts |= parts
+        if self.args.resume:
+            self.load(**self.parts)
+
+    def state_dict(self):
+        names = ("iteration", "global_step", "wall_seconds", "recent_returns", "best_return")
+        state = {name: getattr(self, name) for name in (*names, "wandb_id")}
+        return {**state, "random_state": torch.get_rng_state()}
+
+    def load_state_dict(self, state):
+        torch.set_rng_state(state.pop("random_state"))
+        vars(self).update(state)
+
+    def save(self, name="checkpoint.pt"):
+        """Writes a checkpoint under another name first: a kill never leaves half a file."""
+        self.writer.flush()
+        self.episodes_file.flush()
+        self.wall_seconds = time.time() - self.start_time
+        checkpoint = {name: part.state_dict() for name, part in self.parts.items()}
+        modules = [name for name, part in self.parts.items() if isinstance(part, nn.Module)]
+        self.check_finite(*(x for name in modules for x in checkpoint[name].values()))
+        checkpoint |= {"script": SCRIPT, "args": asdict(self.args), "machine": self.machine}
+        with open(self.folder / "checkpoint.tmp", "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(self.folder / "checkpoint.tmp", self.folder / name)
+
+    def open_logs(self):
+        """Opens the logs. What was logged after the checkpoint is cut off: it will come again."""
+        self.episodes_file = open(self.folder / "episodes.csv", "a+", newline="")
+        self.episodes_file.seek(0)
+        size = len(self.episodes_file.readline())  # of the header
+        for row in self.episodes_file:
+            if row.endswith("\n") and int(row.split(",")[0]) <= self.global_step:
+                size += len(row)
+        self.episodes_file.truncate(size)
+        if size == 0:
+            self.episodes_file.write("global_step,wall_seconds,env,return,length,ended_by\n")
+        if self.args.track:
+            import wandb
+
+            run = wandb.init(
+                project=self.args.wandb_project_name,
+                entity=self.args.wandb_entity,
+                config=asdict(self.args),
+                name=self.folder.name,
+                id=self.wandb_id,
+                resume="allow",
+                dir=self.folder,
+                sync_tensorboard=True,
+            )
+            self.wandb_id = run.id
+        self.writer = SummaryWriter(self.folder, purge_step=self.global_step + 1)
+        self.start_time = time.time() - self.wall_seconds  # as if the run had never paused
+
+    def warn(self):
+        """Names what a resume would miss, and what may give this one other bits."""
+        for name, value in vars(sys.modules["__main__"]).items():
+            has_state = hasattr(value, "state_dict") and not isinstance(value, type)
+            if has_state and all(value is not part for part in self.parts.values()):
+                print(f"{name} isn't given to run.restore(), so a resume begins it anew")
+        self.machine["compiled"] = self.args.compile  # by now False where there is no compiler
+        if self.args.resume and self.saved["machine"] != self.machine:
+            before = self.saved["machine"]
+            print(f"goes on, but not to the same bits: {before} before, {self.machine} now")
+
+    def iterations(self):
+        """Yields the numbers of the iterations that are left, and saves the run between them.
+
+        After Ctrl-C or SIGTERM the program ends when the iteration does; after two, at once.
+        """
+        self.warn()
+        self.open_logs()
+        (self.folder / "evaluation.json").unlink(missing_ok=True)
+        if not self.args.resume:
+            self.save()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self.on_signal)
+        # A bar on a terminal; elsewhere there is a line for each checkpoint
+        bar = tqdm(total=self.total_steps, initial=self.global_step, unit=" steps", disable=None)
+        while self.global_step < self.total_steps:
+            yield self.iteration
+            self.iteration += 1
+            mean_return = f"return {np.mean(self.recent_returns or [math.nan]):.1f}"
+            bar.set_postfix_str(mean_return, refresh=False)
+            bar.update(self.global_step - bar.n)
+            done = self.stop_signal or self.global_step >= self.total_steps
+            if done or self.iteration % self.args.checkpoint_interval == 0:
+                self.save()
+                if bar.disable:
+                    print(f"saved at step {self.global_step}, {mean_return}", flush=True)
+            if self.stop_signal:
+                bar.close()
+                command = shlex.join(["python", sys.argv[0], "--resume", str(self.folder)])
+                print(f"stopped at step {self.global_step}; go on with: {command}")
+                sys.exit(128 + self.stop_signal)
+        bar.close()
+        self.writer.close()
+        self.episodes_file.close()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def on_signal(self, signum, frame):
+        if self.stop_signal:
+            raise KeyboardInterrupt
+        self.stop_signal = signum
+        os.write(2, b"\nthe run stops after this iteration, or at once with one more Ctrl-C\n")
+
+    def log_episode(self, step, episode):
+        """Logs an Episode that ended at a step of the run."""
+        values = (step, round(time.time() - self.start_time, 2), *episode[:4])
+        self.episodes_file.write(",".join(map(str, values)) + "\n")
+        self.writer.add_scalar("charts/episodic_return", episode.episode_return, step)
+        self.writer.add_scalar("charts/episodic_length", episode.length, step)
+        self.recent_returns = [*self.recent_returns[-99:], episode.episode_return]
+
+    def log(self, scalars):
+        """Logs numbers by their tags, and the speed."""
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, float(value), self.global_step)
+        sps = int(self.global_step / (time.time() - self.start_time))
+        self.writer.add_scalar("charts/SPS", sps, self.global_step)
+
+    def check_finite(self, *tensors):
+        """Ends a run that has diverged: the last good checkpoint stays."""
+        if not all(torch.isfinite(tensor).all() for tensor in tensors):
+            advice = "try a lower --learning-rate, or look for huge rewards and observations"
+            sys.exit(f"error: a loss or a weight is not finite: {advice}")
+
+    def log_evaluation(self, episodes):
+        """Logs an evaluation during the training; the best so far is kept as best.pt."""
+        mean_return = float(np.mean([episode.episode_return for episode in episodes]))
+        self.writer.add_scalar("eval/episodic_return", mean_return, self.global_step)
+        if mean_return > self.best_return:
+            self.best_return = mean_return
+            self.save("best.pt")
+
+    def finish(self, episodes):
+        """Prints the last evaluation, and writes it, which makes the run a finished one."""
+        returns = [episode.episode_return for episode in episodes]
+        score = f"{np.mean(returns):.1f} +- {np.std(returns):.1f}"
+        print(f"evaluation: {score} over {len(returns)} episodes, deterministic")
+        if not self.args.evaluate:
+            (self.folder / "evaluation.json").write_text(json.dumps({"returns": returns}))
+            print(f"finished: everything is in {self.folder}")
+
+
+# End of Run. --------------------------------------------------------------------------------------
 
 
 # --------------------------------------------------------------------------------------------------
@@ -165,7 +408,7 @@ def parse_args():
 
 
 class RescaleAction(gym.ActionWrapper):
-    """Brings a flat action in [-1, 1], (action_dim,), to the bounds of the environment."""
+    """Brings a flat action in [-1, 1], (action_dim,), to the bounds, their shape and dtype."""
 
     def __init__(self, env):
         super().__init__(env)
@@ -178,179 +421,61 @@ class RescaleAction(gym.ActionWrapper):
         return np.minimum(np.maximum(action, self.low), self.high)  # rounding may lead outside
 
 
-class RecordVideo(gym.Wrapper):
-    """Writes every interval-th episode to folder/episode-N.mp4, frame by frame.
+def check_space(space, env_id):
+    """Ends the program if an observation space, or a part of it, can't become a flat array."""
+    if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
+        for part in space.values() if isinstance(space, gym.spaces.Dict) else space:
+            check_space(part, env_id)
+        return
+    kinds = gym.spaces.Box | gym.spaces.Discrete | gym.spaces.MultiBinary | gym.spaces.MultiDiscrete
+    advice = f"it must be made of a Dict, a Tuple, and {kinds}"
+    check(isinstance(space, kinds), f"{env_id} has {type(space)} in its observations: {advice}")
 
-    Gymnasium's own keeps all frames of an episode in memory: 700 MB for 1,000 steps of HalfCheetah.
-    The file is opened by the first step, so that a reset alone leaves none.
+
+def check_env(env, env_id):
+    """Ends the program if the first reset() or step() of an environment returns what it mustn't."""
+    env.action_space.seed(0)
+    results = {"reset()": env.reset(seed=0), "step()": env.step(env.action_space.sample())}
+    for name, result in results.items():
+        length = 2 if name == "reset()" else 5
+        fits = isinstance(result, tuple) and len(result) == length and isinstance(result[-1], dict)
+        check(fits, f"{name} of {env_id} must return {length} values, the last one a dict")
+        shape = np.shape(result[0])
+        fits = shape == (env.observation_space.shape or shape)  # a Dict has none
+        check(fits, f"{name} of {env_id} returns an observation of shape {shape}: not its space's")
+    reward = results["step()"][1]
+    check(np.ndim(reward) == 0, f"step() of {env_id} must return a number as reward, not {reward}")
+
+
+def make_env(env_id, video_dir=None, max_steps=None):
+    """Makes an environment with its wrappers.
+
+    video_dir: for a film of its first episode; max_steps: where an episode is cut at the latest.
     """
-
-    def __init__(self, env, folder, interval):
-        super().__init__(env)
-        self.folder = folder
-        self.interval = interval
-        self.starting = True
-        self.video = None
-
-    def reset(self, **kwargs):
-        self.close_video()
-        self.starting = True
-        return self.env.reset(**kwargs)
-
-    def step(self, action):
-        episode = self.get_wrapper_attr("episode_count")
-        if self.starting and episode % self.interval == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / f"episode-{episode}.mp4"
-            fps = self.env.metadata.get("render_fps", 30)
-            # Codecs need even sizes; imageio's default would scale frames to multiples of 16
-            self.video = imageio.get_writer(path, fps=fps, macro_block_size=2)
-            self.video.append_data(self.env.render())
-        self.starting = False
-
-        result = self.env.step(action)
-        if self.video is not None:
-            self.video.append_data(self.env.render())
-        return result
-
-    def close_video(self):
-        if self.video is not None:
-            self.video.close()
-        self.video = None
-
-    def close(self):
-        self.close_video()
-        self.env.close()
-
-
-class ReplayEnv(gym.Wrapper):
-    """An environment that resets itself and that can be saved and brought back exactly.
-
-    A step that ends an episode also resets it: the step's observation is the first of the next
-    episode, and info["final_obs"] is the one that the reset has replaced (Gymnasium's SAME_STEP).
-
-    Given a seed and actions, an environment always does the same. So it is saved as its last seed
-    and the actions since, which are played again to bring it back. To keep them few, it gets a new
-    seed with the first episode that starts steps_per_seed steps or more after the last seed.
-    actions is empty right after a new seed, so also if it could not be brought back.
-    """
-
-    def __init__(self, env, steps_per_seed=1000):
-        super().__init__(env)
-        self.steps_per_seed = steps_per_seed
-
-    def reset(self, seed, options=None):
-        """Starts afresh; all seeds of the environment follow from this one."""
-        self.seed = seed
-        return self.reset_with_new_seed()
-
-    def reset_with_new_seed(self):
-        """Starts an episode with a seed of its own."""
-        self.first_episode = self.get_wrapper_attr("episode_count")
-        self.actions = []
-        sequence = np.random.SeedSequence((self.seed, self.first_episode))
-        (seed,) = sequence.generate_state(1)
-        self.obs, info = self.env.reset(seed=int(seed))
-        self.shape = np.shape(self.obs)
-        return self.obs, info
-
-    def step(self, action):
-        self.actions.append(action.copy())
-        if len(self.actions) == 200 * self.steps_per_seed:
-            advice = "give the environment a time limit, max_episode_steps of gymnasium.register"
-            print(f"an episode is so long that --resume, which replays it, is slow: {advice}")
-        self.obs, reward, terminated, truncated, info = self.env.step(action)
-        if np.shape(self.obs) != self.shape:  # NumPy would spread it over its row without a word
-            raise ValueError(f"an observation of shape {np.shape(self.obs)} after {self.shape}")
-        if terminated or truncated:
-            info["final_obs"] = np.array(self.obs)  # a copy: the reset may write over it
-            game_over = "episode" in info  # in Atari, a lost life is the end of an episode, too
-            if game_over and len(self.actions) >= self.steps_per_seed:
-                self.reset_with_new_seed()
-            else:
-                self.obs, _ = self.env.reset()
-        return self.obs, reward, terminated, truncated, info
-
-    def state_dict(self):
-        return {
-            "seed": self.seed,
-            "first_episode": self.first_episode,
-            "actions": torch.tensor(np.array(self.actions)),
-            "obs": torch.tensor(np.array(self.obs)),
-            "episode_return": float(self.get_wrapper_attr("episode_returns")),
-        }
-
-    def load_state_dict(self, state):
-        self.set_wrapper_attr("episode_count", state["first_episode"])
-        self.reset(state["seed"])
-        for action in state["actions"].numpy():
-            self.step(action)
-        same = np.array_equal(self.obs, state["obs"].numpy())
-        if not same or self.get_wrapper_attr("episode_returns") != state["episode_return"]:
-            print("an environment can't be brought back to where it was: it starts a new episode")
-            self.reset_with_new_seed()
-
-
-def make_base_env(env_id, filmed):
-    """Makes an environment; ends the program if it can't be made or, where filmed, rendered.
-
-    A mistake in the code of an environment keeps its trace.
-    """
-    is_id = env_id.count(":") <= 1 and not env_id.startswith((":", "."))
-    check(is_id, f"{env_id} is no id of an environment, such as CartPole-v1 or my_envs:MyEnv-v0")
-    name = env_id
-    options = {}
-    expected = (gym.error.Error, ImportError)
-    advice = ""
-    if env_id.startswith("dm_control/"):
-        name = f"shimmy:{env_id}"  # the module that registers them
-        expected = (Exception,)  # with a MuJoCo that it doesn't know, it fails in its own ways
-        advice = " (it needs: pip install 'shimmy[dm-control]' 'mujoco<4')"
-    if filmed:
-        options["render_mode"] = "rgb_array"
-        expected = (Exception,)  # renderers raise their own errors
-        if sys.platform == "linux" and not os.environ.get("DISPLAY"):
-            os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
     try:
-        env = gym.make(name, disable_env_checker=True, **options)
-        result = env.reset(seed=0)  # rather fail here than later
-        if filmed:
-            env.render()
-    except expected as error:
-        fail(f"can't make {env_id}: {' '.join(str(error).split())}{advice}")
-    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
-    check(is_pair, f"the reset() of {env_id} must return an observation and a dict")
-    return env
-
-
-def make_env(env_id, video_dir=None, video_interval=1, max_steps=None):
-    """Makes an environment with its wrappers; with a video_dir it is filmed.
-
-    Ends the program if the environment can't be made or has other spaces than this script needs.
-    """
-    env = make_base_env(env_id, filmed=video_dir is not None)
-    space = env.action_space
-    fits = isinstance(space, gym.spaces.Box) and space.dtype.kind == "f"
-    check(fits, f"{env_id} has the action space {space}, but this script needs a Box of floats")
-    with np.errstate(over="ignore"):  # finite bounds may be infinitely far apart, too
-        bounded = np.isfinite(space.high - space.low).all()
-    advice = "but this script needs finite bounds and a finite range"
-    check(bounded, f"{env_id} has the action space {space}, {advice}")
-    obs_space = env.observation_space
-    fits = isinstance(obs_space, gym.spaces.Box | gym.spaces.Dict) and obs_space.is_np_flattenable
-    advice = "but this script needs a Box or a Dict of them"
-    check(fits, f"{env_id} has the observation space {obs_space}, {advice}")
+        options = {"render_mode": "rgb_array"} if video_dir else {}
+        env = gym.make(env_id, disable_env_checker=True, **options)
+    except (gym.error.Error, ImportError) as error:
+        check(False, f"can't make {env_id}: {error}")
+    action_space, space = env.action_space, env.observation_space
+    fits = isinstance(action_space, gym.spaces.Box) and action_space.dtype.kind == "f"
+    fits = fits and np.isfinite(action_space.high - action_space.low).all()
+    kind = f"{type(action_space)} {action_space}"
+    advice = "but this script needs a Box of floats with finite bounds"
+    check(fits, f"{env_id} has the action space {kind}, {advice}")
+    check_space(space, env_id)
+    check_env(env.unwrapped, env_id)
 
     if max_steps:
         env = gym.wrappers.TimeLimit(env, max_steps)
-    env = gym.wrappers.TransformReward(env, float)  # so that float64 numbers are summed
-    env = gym.wrappers.RecordEpisodeStatistics(env)
     if video_dir:
-        env = RecordVideo(env, video_dir, video_interval)
-    if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
+        env = gym.wrappers.RecordVideo(env, video_dir, episode_trigger=lambda number: number == 0)
+    env = gym.wrappers.RecordEpisodeStatistics(env, stats_key="statistics")
+    if not isinstance(space, gym.spaces.Box):
         env = gym.wrappers.FlattenObservation(env)
-    env = RescaleAction(env)
-    return ReplayEnv(env)
+    elif len(space.shape) != 1:
+        env = gym.wrappers.ReshapeObservation(env, (math.prod(space.shape),))
+    return RescaleAction(env)
 
 
 class Episode(NamedTuple):
@@ -360,17 +485,56 @@ class Episode(NamedTuple):
     episode_return: float  # sum of the rewards as they came from the environment
     length: int
     ended_by: str  # "termination" or "truncation"
-    final_obs: np.ndarray  # the observation, as the agent sees it, that a reset has replaced
+    final_obs: np.ndarray  # its last observation, as the agent sees it
 
 
 class VecEnv:
-    """Environments, stepped one after another; obs: the current observations, (num_envs, ...)."""
+    """Environments, stepped one after another; obs: the current observations, (num_envs, ...).
 
-    def __init__(self, envs, seed):
+    A step that ends an episode also resets it; its last observation is in the Episode.
+    Given a seed and actions, an environment always does the same. So each is saved as its last seed
+    and the actions since, which are played again to bring it back. To keep them few, it gets a new
+    seed with the first episode that starts steps_per_seed steps or more after the last seed.
+    """
+
+    def __init__(self, envs, seed, dtype, steps_per_seed=1000):
         self.envs = envs
         self.action_space = envs[0].action_space
-        seeds = np.random.SeedSequence(seed).generate_state(len(envs))
-        self.obs = np.stack([env.reset(int(seeds[i]))[0] for i, env in enumerate(envs)])
+        self.seeds = np.random.SeedSequence(seed).generate_state(len(envs))
+        self.steps_per_seed = steps_per_seed
+        self.seed_counts = np.zeros(len(envs), np.int64)
+        self.actions = [[] for _ in envs]  # of each environment, since its last seed
+        first_obs = [self.reset_with_new_seed(i) for i in range(len(envs))]
+        self.obs = np.stack(first_obs).astype(
+            dtype
+        )  # reset() may give integers where step() doesn't
+
+    def reset_with_new_seed(self, i):
+        """Starts an episode of environment i with its next seed; returns its observation."""
+        sequence = np.random.SeedSequence((int(self.seeds[i]), int(self.seed_counts[i])))
+        self.seed_counts[i] += 1
+        self.actions[i] = []
+        seed = int(sequence.generate_state(1)[0]) % 2**31  # some libraries take no larger one
+        return self.envs[i].reset(seed=seed)[0]
+
+    def step_env(self, i, action):
+        """Steps environment i; returns reward, terminated, truncated, and an Episode or None."""
+        obs, reward, terminated, truncated, info = self.envs[i].step(action)
+        self.actions[i].append(action.copy())
+        episode = None
+        if terminated or truncated:
+            statistics = info.get("statistics")  # none after a lost life in Atari: the game goes on
+            if statistics:
+                ended_by = "termination" if terminated else "truncation"
+                final_obs = np.array(obs, self.obs.dtype)  # a copy: the reset may write over it
+                length = statistics["l"]
+                episode = Episode(i, float(statistics["r"]), length, ended_by, final_obs)
+            if statistics and len(self.actions[i]) >= self.steps_per_seed:
+                obs = self.reset_with_new_seed(i)
+            else:
+                obs, _ = self.envs[i].reset()
+        self.obs[i] = obs
+        return reward, terminated, truncated, episode
 
     def step(self, actions):
         """Steps each environment by its row of actions (num_envs, ...).
@@ -382,26 +546,38 @@ class VecEnv:
         terminations = np.zeros(len(self.envs), bool)
         truncations = np.zeros(len(self.envs), bool)
         episodes = []
-        for i, env in enumerate(self.envs):
-            self.obs[i], rewards[i], terminations[i], truncations[i], info = env.step(actions[i])
-            if terminations[i] or truncations[i]:
-                episode_return = float(info["episode"]["r"])
-                length = info["episode"]["l"]
-                ended_by = "termination" if terminations[i] else "truncation"
-                episodes.append(Episode(i, episode_return, length, ended_by, info["final_obs"]))
+        for i, action in enumerate(actions):
+            rewards[i], terminations[i], truncations[i], episode = self.step_env(i, action)
+            if episode:
+                episodes.append(episode)
         return rewards, terminations, truncations, episodes
+
+    def for_evaluation(self, env, seed):
+        """The same for another environment, which an evaluation plays."""
+        return VecEnv([env], seed, self.obs.dtype)
 
     def close(self):
         for env in self.envs:
             env.close()
 
     def state_dict(self):
-        return {"envs": [env.state_dict() for env in self.envs]}
+        return {
+            "seed_counts": torch.tensor(self.seed_counts),
+            "actions": [torch.tensor(np.array(actions)) for actions in self.actions],
+            "obs": torch.tensor(self.obs),
+        }
 
     def load_state_dict(self, state):
-        for i, env in enumerate(self.envs):
-            env.load_state_dict(state["envs"][i])
-            self.obs[i] = env.obs
+        self.seed_counts = state["seed_counts"].numpy() - 1
+        self.restarted = np.zeros(len(self.envs), bool)
+        for i, actions in enumerate(state["actions"]):
+            self.obs[i] = self.reset_with_new_seed(i)
+            for action in actions.numpy():
+                self.step_env(i, action)
+            if not np.array_equal(self.obs[i], state["obs"][i].numpy()):
+                print(f"environment {i} can't be brought back exactly: it starts a new episode")
+                self.obs[i] = self.reset_with_new_seed(i)
+                self.restarted[i] = True
 
 
 class RunningMeanStd:
@@ -415,10 +591,9 @@ class RunningMeanStd:
     def update(self, batch):
         """Adds a batch (n, *shape), float64."""
         n = len(batch)
-        if n == 1:  # the same, in half the time
-            mean = batch[0]
-            squares = 0.0
-        else:
+        mean = batch[0]
+        squares = 0.0
+        if n > 1:
             mean = np.add.reduce(batch) / n  # np.mean and np.var take three times as long
             squares = np.add.reduce((batch - mean) ** 2)
         delta = mean - self.mean
@@ -434,16 +609,11 @@ class RunningMeanStd:
         return np.minimum(np.maximum(x, -10.0), 10.0).astype(np.float32)
 
     def state_dict(self):
-        return {
-            "mean": torch.tensor(self.mean),
-            "var": torch.tensor(self.var),
-            "count": torch.tensor(self.count),
-        }
+        return {name: torch.tensor(x) for name, x in vars(self).items()}
 
     def load_state_dict(self, state):
-        self.mean = state["mean"].numpy()
-        self.var = state["var"].numpy()
-        self.count = state["count"].numpy()
+        for name, x in state.items():
+            setattr(self, name, x.numpy())
 
 
 class Normalizer:
@@ -461,7 +631,7 @@ class Normalizer:
         self.return_rms = RunningMeanStd(())
         self.discounted_returns = np.zeros(len(envs.obs))
         if self.norm_obs:
-            self.obs_rms.update(envs.obs.astype(np.float64))
+            self.obs_rms.update(envs.obs)
 
     def update(self, obs, rewards, dones):
         """Counts what a step gave: obs (num_envs, obs_dim), rewards and dones (num_envs,)."""
@@ -470,7 +640,7 @@ class Normalizer:
             self.return_rms.update(self.discounted_returns)
             self.discounted_returns[dones] = 0.0
         if self.norm_obs:
-            self.obs_rms.update(obs.astype(np.float64))
+            self.obs_rms.update(obs)
 
     def normalize_obs(self, obs):
         """obs (..., obs_dim) -> float32, as the networks see them."""
@@ -478,26 +648,31 @@ class Normalizer:
             return self.obs_rms.normalize(obs)
         return obs.astype(np.float32)
 
-    def normalize_rewards(self, rewards):
-        """rewards (...), float32 -> the same as the critic sees them."""
-        if self.norm_reward:
-            rewards = rewards / np.sqrt(self.return_rms.var + 1e-8)
-            return rewards.clip(-10.0, 10.0).astype(np.float32)
-        return rewards
-
     def normalize_batch(self, batch):
         """Rows of a replay buffer, {name: array} -> the same as the networks see them."""
-        return batch | {
-            "obs": self.normalize_obs(batch["obs"]),
-            "next_obs": self.normalize_obs(batch["next_obs"]),
-            "rewards": self.normalize_rewards(batch["rewards"]),
-        }
+        rewards = batch["rewards"]
+        if self.norm_reward:
+            rewards = rewards / np.sqrt(self.return_rms.var + 1e-8)
+            rewards = rewards.clip(-10.0, 10.0).astype(np.float32)
+        obs = self.normalize_obs(batch["obs"])
+        next_obs = self.normalize_obs(batch["next_obs"])
+        return {**batch, "obs": obs, "next_obs": next_obs, "rewards": rewards}
 
     def state_dict(self):
-        return {"discounted_returns": torch.tensor(self.discounted_returns)}
+        return {
+            "obs_rms": self.obs_rms.state_dict(),
+            "return_rms": self.return_rms.state_dict(),
+            "discounted_returns": torch.tensor(self.discounted_returns),
+        }
 
     def load_state_dict(self, state):
+        self.load_statistics(state)
         self.discounted_returns = state["discounted_returns"].numpy()
+
+    def load_statistics(self, state):
+        """Loads only what an evaluation or another run can use."""
+        self.obs_rms.load_state_dict(state["obs_rms"])
+        self.return_rms.load_state_dict(state["return_rms"])
 
 
 class ReplayBuffer:
@@ -511,46 +686,25 @@ class ReplayBuffer:
 
     def __init__(self, path, size, spare, columns, is_new):
         row = np.dtype([(name, dtype, shape) for name, (dtype, shape) in columns.items()])
-        num_bytes = row.itemsize * (size + spare)
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        gigabytes = f"{num_bytes / 1e9:.1f} GB"
-        advice = "lower --buffer-size or --checkpoint-interval"
-        check(num_bytes <= memory, f"no memory for a replay buffer of {gigabytes}: {advice}")
-        if is_new:
-            self.allocate(path, num_bytes)
-        else:
-            whole = path.is_file() and path.stat().st_size == num_bytes
-            check(whole, f"{path}, the replay buffer, is missing or damaged: start a new run")
-        self.file = np.memmap(path, row, mode="r+", shape=(size + spare,))
+        num_rows = size + spare
+        if not is_new:
+            num_rows = path.stat().st_size // row.itemsize if path.exists() else 0
+            advice = "lower --checkpoint-interval, or start a new run with --init-from"
+            check(num_rows >= size + spare, f"{path} is missing or has too few rows: {advice}")
+        self.file = np.memmap(path, row, mode="w+" if is_new else "r+", shape=num_rows)
         self.rows = np.asarray(self.file)  # the same memory, faster to index
         self.size = size
         self.count = 0
 
-    def allocate(self, path, num_bytes):
-        """Makes the file and takes its space now, where the system can (macOS can't)."""
-        try:
-            with open(path, "wb") as file:
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, num_bytes)
-                else:
-                    os.truncate(file.fileno(), num_bytes)
-        except OSError as error:
-            if path.is_file():
-                path.unlink()
-            advice = "free disk space, or lower --buffer-size"
-            fail(f"no {num_bytes / 1e9:.1f} GB for {path} ({error.strerror}): {advice}")
-
     def add(self, **columns):
         """Stores n rows; columns: arrays (n, *shape), all that a row has."""
-        n = len(next(iter(columns.values())))
+        n = len(columns["rewards"])
         places = np.arange(self.count, self.count + n) % len(self.rows)
-        for name in self.rows.dtype.names:
-            values = columns[name].astype(self.rows[name].dtype)
+        for name, values in columns.items():
+            values = values.astype(self.rows[name].dtype)
             if not np.isfinite(values).all():
-                advice = "fix the environment, then use --resume"
-                if name == "actions":
-                    advice = "start a new run with a lower --learning-rate"
-                fail(f"step {self.count}: {name} has a value that is not finite: {advice}", code=1)
+                advice = "look into the environment, or try a lower --learning-rate"
+                sys.exit(f"error: {name} of step {self.count} are not finite: {advice}")
             self.rows[name][places] = values
         self.count += n
 
@@ -563,10 +717,10 @@ class ReplayBuffer:
         # Column by column: NumPy is slow in copying rows that have arrays in them
         return {name: self.rows[name][places] for name in self.rows.dtype.names}
 
-    def sample(self, n):
-        """Draws n of the last size rows, with replacement -> {name: array (n, *shape)}."""
-        ages = np.random.randint(min(self.count, self.size), size=n)
-        return self.read(self.count - 1 - ages)
+    def draw(self, n):
+        """Draws n of the last size rows, with replacement -> their numbers (n,)."""
+        ages = torch.randint(min(self.count, self.size), (n,)).numpy()
+        return self.count - 1 - ages
 
     def state_dict(self):
         self.file.flush()
@@ -635,12 +789,12 @@ class ExplorationNoise:
         self.last_std = args.exploration_noise
         if args.final_exploration_noise is not None:
             self.last_std = args.final_exploration_noise
-        self.state = np.zeros(shape)
+        self.state = np.zeros(shape, np.float32)
 
     def sample(self, progress):
-        """Returns noise (num_envs, action_dim); progress: part of the run, from 0 to 1."""
+        """Returns noise (num_envs, action_dim), float32; progress: part of the run, 0 to 1."""
         std = self.first_std + (self.last_std - self.first_std) * progress
-        self.state = self.decay * self.state + std * np.random.standard_normal(self.state.shape)
+        self.state = self.decay * self.state + std * torch.randn(self.state.shape).numpy()
         return self.state
 
     def reset(self, dones):
@@ -654,116 +808,74 @@ class ExplorationNoise:
         self.state = state["state"].numpy()
 
 
-def as_tensors(device, **floats):
-    """Numbers as float32 tensors. A compiled function takes a new value of a tensor as it comes.
-
-    For each new float it would be compiled again.
-    """
-    return {name: torch.tensor(x, device=device) for name, x in floats.items()}
-
-
-def call(module, params, *inputs):
-    """module(*inputs), with its weights taken from the flat tensor params: see FlatAdam."""
-    by_name = {}
-    sizes = [parameter.numel() for parameter in module.parameters()]
-    for (name, parameter), chunk in zip(module.named_parameters(), params.split(sizes)):
-        by_name[name] = chunk.view(parameter.shape)
-    return torch.func.functional_call(module, by_name, inputs)
+def clip_grads(grads, max_norm):
+    """Scales gradients down to the norm max_norm if theirs, all together, is larger (G8)."""
+    norm = torch.stack([grad.norm() for grad in grads]).norm()
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return [grad * scale for grad in grads]
 
 
-class FlatAdam(nn.Module):
-    """Adam on the weights of a module, joined into one flat tensor, params.
+class Adam(nn.Module):
+    """Adam with tensors for all that changes, so that a step compiles together with the loss (G11).
 
-    The module's own parameters become views of it. A step is then a few large operations, not many
-    small ones for each layer. Make it after module.to(device). It is an nn.Module for its
-    state_dict(); params is not in there: the module saves the weights.
+    torch.optim.Adam takes four times as long there. An nn.Module for its state_dict().
     """
 
-    def __init__(self, module, eps, weight_decay=0.0):
+    def __init__(self, params, eps=1e-5):
         super().__init__()
+        self.params = list(params)
         self.eps = eps
-        self.weight_decay = weight_decay
-        self.params = nn.utils.parameters_to_vector(module.parameters()).detach()
-        nn.utils.vector_to_parameters(self.params, module.parameters())
-        self.register_buffer("exp_avg", torch.zeros_like(self.params))
-        self.register_buffer("exp_avg_sq", torch.zeros_like(self.params))
-        self.register_buffer("steps", self.params.new_zeros(()))
+        self.register_buffer("steps", torch.zeros((), device=self.params[0].device))
+        self.exp_avg = nn.ParameterList(torch.zeros_like(x) for x in self.params)
+        self.exp_avg_sq = nn.ParameterList(torch.zeros_like(x) for x in self.params)
 
+    @torch.no_grad()
     def step(self, grads, lr):
-        """Takes a step, in place, with flat gradients."""
-        adam(
-            [self.params],
-            [grads],
-            [self.exp_avg],
-            [self.exp_avg_sq],
-            [],  # only amsgrad has more
-            [self.steps],
-            lr=lr,
-            eps=self.eps,
-            beta1=0.9,
-            beta2=0.999,
-            weight_decay=self.weight_decay,
-            amsgrad=False,
-            maximize=False,
-            fused=not torch.compiler.is_compiling(),  # the compiler fuses by itself
-        )
-
-
-class Target(nn.Module):
-    """The parameters of a target network, flat: they follow those of an optimizer."""
-
-    def __init__(self, optimizer):
-        super().__init__()
-        self.register_buffer("params", optimizer.params.clone())
-
-    def follow(self, optimizer, tau):
-        """Moves params by the part tau of the way to the optimizer's."""
-        self.params.lerp_(optimizer.params, tau)
+        self.steps += 1
+        correction = torch.sqrt(1 - 0.999**self.steps)
+        step_size = lr / (1 - 0.9**self.steps)
+        for param, grad, m, v in zip(self.params, grads, self.exp_avg, self.exp_avg_sq):
+            m.lerp_(grad, 0.1)
+            v.lerp_(grad * grad, 0.001)
+            param -= step_size * m / (v.sqrt() / correction + self.eps)
 
 
 class Learner(nn.Module):
-    """What updates change besides the networks: optimizers, targets, and METRICS not yet logged.
+    """What updates change besides the agent: targets, optimizers, and METRICS not yet logged.
 
+    target: the agent that the networks' targets make, which follows it slowly.
     sums: of each of these METRICS; counts: how many values a sum has; float32 (len(METRICS),).
     """
 
-    def __init__(self, agent, args):
+    def __init__(self, agent):
         super().__init__()
-        self.actor_optimizer = FlatAdam(agent.actor, eps=1e-8)
-        self.critic_optimizer = FlatAdam(agent.critic, eps=1e-8, weight_decay=args.weight_decay)
-        self.actor_target = Target(self.actor_optimizer)
-        self.critic_target = Target(self.critic_optimizer)
-        self.register_buffer("sums", self.actor_target.params.new_zeros(len(METRICS)))
-        self.register_buffer("counts", torch.zeros_like(self.sums))
+        self.target = copy.deepcopy(agent)
+        self.actor_optimizer = Adam(agent.actor.parameters(), eps=1e-8)
+        self.critic_optimizer = Adam(agent.critic.parameters(), eps=1e-8)
+        device = self.critic_optimizer.steps.device
+        self.register_buffer("sums", torch.zeros(len(METRICS), device=device))
+        self.register_buffer("counts", torch.zeros(len(METRICS), device=device))
 
-    def add_metrics(self, **values):
-        """Counts an update's metrics, scalars."""
-        for name, value in values.items():
-            place = METRICS.index(name)
-            self.sums[place] += value.detach()
-            self.counts[place] += 1
+    def add_metrics(self, *values):
+        """Counts an update's metrics, scalars in the order of METRICS; the last may be missing."""
+        self.sums[: len(values)] += torch.stack(values).detach()
+        self.counts[: len(values)] += 1
 
     def mean_metrics(self):
         """Returns the means of the metrics that have values, by name, and clears them."""
-        means = {}
-        for name, total, count in zip(METRICS, self.sums.tolist(), self.counts.tolist()):
-            if count > 0:
-                means[name] = total / count
+        means = (self.sums / self.counts).tolist()  # nan where there are no values
         self.sums.zero_()
         self.counts.zero_()
-        return means
+        return {name: mean for name, mean in zip(METRICS, means) if not math.isnan(mean)}
 
 
-def clip_grads(grads, max_norm):
-    """Scales flat gradients down to the norm max_norm if theirs is larger (G8)."""
-    return grads * torch.clamp(max_norm / (grads.norm() + 1e-6), max=1.0)
-
-
-def gradient_step(loss, params, optimizer, lr, args):
-    """A step of the optimizer with the gradient of loss, a scalar, by the flat params."""
-    (grads,) = torch.autograd.grad(loss, params)
+def gradient_step(loss, optimizer, lr, args, weight_decay=0.0):
+    """A step of the optimizer with the gradient of loss, a scalar, and that of an L2 penalty."""
+    grads = torch.autograd.grad(loss, optimizer.params)
     if args.max_grad_norm is not None:
         grads = clip_grads(grads, args.max_grad_norm)
+    if weight_decay > 0:
+        grads = [x + weight_decay * param.detach() for x, param in zip(grads, optimizer.params)]
     optimizer.step(grads, lr)
 
 
@@ -774,40 +886,37 @@ def update(agent, learner, batch, target_noise, with_actor, coefs, args):
     actions' shape (batch_size, action_dim).
     """
     obs, actions, next_obs = batch["obs"], batch["actions"], batch["next_obs"]
-    # Target policy smoothing (section 5.3)
-    noise = coefs["policy_noise"] * target_noise
-    noise = noise.clamp(-coefs["noise_clip"], coefs["noise_clip"])
-    next_actions = call(agent.actor, learner.actor_target.params, next_obs)
-    next_actions = (next_actions + noise).clamp(-1.0, 1.0)
-    # Clipped double Q-learning (section 4.2)
-    next_values = call(agent.critic, learner.critic_target.params, next_obs, next_actions)
-    nonterminal = 1 - batch["terminations"]
-    td_targets = batch["rewards"] + coefs["gamma"] * nonterminal * torch.minimum(*next_values)
+    with torch.no_grad():
+        # Target policy smoothing (section 5.3)
+        noise = coefs["policy_noise"] * target_noise
+        noise = noise.clamp(-coefs["noise_clip"], coefs["noise_clip"])
+        next_actions = (learner.target.actor(next_obs) + noise).clamp(-1.0, 1.0)
+        # Clipped double Q-learning (section 4.2)
+        next_values = torch.minimum(*learner.target.critic(next_obs, next_actions))
+        nonterminal = 1 - batch["terminations"]
+        td_targets = batch["rewards"] + coefs["gamma"] * nonterminal * next_values
 
-    optimizer = learner.critic_optimizer
-    params = optimizer.params.detach().requires_grad_()
-    values1, values2 = call(agent.critic, params, obs, actions)
+    values1, values2 = agent.critic(obs, actions)
     loss1 = nn.functional.mse_loss(values1, td_targets)
     loss2 = nn.functional.mse_loss(values2, td_targets)
-    gradient_step(loss1 + loss2, params, optimizer, coefs["critic_lr"], args)
-    learner.add_metrics(qf1_values=values1.mean(), qf2_values=values2.mean())
-    learner.add_metrics(qf1_loss=loss1, qf2_loss=loss2)
+    optimizer = learner.critic_optimizer
+    gradient_step(loss1 + loss2, optimizer, coefs["critic_lr"], args, args.weight_decay)
+    metrics = [values1.mean(), values2.mean(), loss1, loss2]
 
     if with_actor:  # delayed policy updates (section 5.2)
-        optimizer = learner.actor_optimizer
-        params = optimizer.params.detach().requires_grad_()
-        actions = call(agent.actor, params, obs)
-        values1, _ = call(agent.critic, learner.critic_optimizer.params, obs, actions)
+        values1, _ = agent.critic(obs, agent.actor(obs))
         actor_loss = -values1.mean()
-        gradient_step(actor_loss, params, optimizer, coefs["actor_lr"], args)
-        learner.actor_target.follow(learner.actor_optimizer, coefs["tau"])
-        learner.critic_target.follow(learner.critic_optimizer, coefs["tau"])
-        learner.add_metrics(actor_loss=actor_loss)
+        gradient_step(actor_loss, learner.actor_optimizer, coefs["actor_lr"], args)
+        metrics.append(actor_loss)
+        with torch.no_grad():
+            for target, param in zip(learner.target.parameters(), agent.parameters()):
+                target.lerp_(param, coefs["tau"])
+    learner.add_metrics(*metrics)
 
 
 def sample_batch(replay, normalizer, args, device):
     """Draws a minibatch of transitions -> {column: tensor (batch_size, ...)}, see ReplayBuffer."""
-    batch = normalizer.normalize_batch(replay.sample(args.batch_size))
+    batch = normalizer.normalize_batch(replay.read(replay.draw(args.batch_size)))
     return {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
 
 
@@ -817,576 +926,44 @@ def count_updates(step, args):
 
 
 def compile_or_not(function, args, device):
-    """Returns function, compiled; with --no-compile, or without a working compiler, as it is."""
+    """Returns function, compiled; with --no-compile, or without a working compiler, as it is.
+
+    In the second case it sets args.compile, so that a resume has the same bits wherever it is.
+    """
     if not args.compile:
         return function
     print("compiling the update: up to half a minute, the first time", flush=True)
     options = {}
     if device.type == "cpu":
-        # Without the threshold, beta ** steps is computed again for every eight weights (a vector
-        # register), with it only once
+        # Without the threshold, beta ** steps is computed again for every eight weights
         options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}
     try:  # on something small
         torch.compile(torch.sin, options=options)(torch.ones(1, device=device))
     except Exception as error:  # whatever is missing (compiler, headers, cache) is in the message
-        print(f"running without compilation, slower: {one_line(error)}")
+        print(f"running without compilation, slower: {error}")
+        args.compile = False
         return function
     torch._dynamo.config.trace_autograd_ops = True  # else it can't compile torch.autograd.grad
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
-def evaluate(agent, normalizer, args, video_dir=None, stream=1):
-    """Plays --eval-episodes episodes with no noise and frozen statistics.
+def evaluate(agent, normalizer, envs, args, video_dir, step=None):
+    """Plays --eval-episodes episodes with deterministic actions; returns them.
 
-    stream picks the seeds, which are not the training's: 1 for the last evaluation, 2 for those
-    during the training.
+    In an environment of its own, with other seeds than the training's envs, and during the
+    training (at a step) with others each time, so that best.pt isn't the best at a few starts.
     """
+    seed = (args.seed, 1) if step is None else (args.seed, 2, step)
     if video_dir:
-        video_dir = video_dir / "evaluation"
-    env = make_env(args.env_id, video_dir, max_steps=args.eval_max_steps)
-    envs = VecEnv([env], (args.seed, stream))
+        video_dir = video_dir / ("end" if step is None else f"step-{step}")
+    # The limit is for those environments that might never end an episode
+    envs = envs.for_evaluation(make_env(args.env_id, video_dir, max_steps=100000), seed)
     episodes = []
     while len(episodes) < args.eval_episodes:
         _, _, _, ended = envs.step(agent.act(normalizer.normalize_obs(envs.obs)))
         episodes += ended
     envs.close()
-    return report_evaluation(episodes, args)
-
-
-# --------------------------------------------------------------------------------------------------
-# Run: the flags of an old run, folder, logs, checkpoints, signals. It is the same text in every
-# script and knows nothing of what is learned: skip it on a first reading.
-# --------------------------------------------------------------------------------------------------
-
-SCRIPT = Path(__file__).name
-SCRIPT_TEXT = Path(__file__).read_bytes()  # now, before somebody edits it
-
-
-def fail(message, code=2):
-    """Ends the program with one sentence: code 2 for bad input, 1 for a run that failed."""
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(code)
-
-
-def check(condition, message):
-    """Ends the program if the input is not as it must be."""
-    if not condition:
-        fail(message)
-
-
-def one_line(error):
-    """An error as a part of a sentence."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:150]
-
-
-def read_flags(may_change):
-    """Reads the command line; returns the flags, and the checkpoint of an old run or None.
-
-    A run that --resume or --evaluate names keeps its own flags; only a few can be given again,
-    those in may_change among them. args.folder is the folder of the run.
-    """
-    refuse_computed_flags()
-    sys.path.append("")  # the current folder, for a module there: --env-id my_envs:MyEnv-v0
-    args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    old_runs = [run for run in (args.resume, args.evaluate, args.init_from) if run is not None]
-    check(len(old_runs) <= 1, "give only one of --resume, --evaluate and --init-from")
-    takes_networks = args.evaluate is not None or args.init_from is not None
-    check(takes_networks or not args.best, "--best needs --evaluate or --init-from")
-
-    is_new = args.resume is None and args.evaluate is None
-    args.folder = new_folder(args) if is_new else Path(old_runs[0])
-    sys.excepthook = partial(explain_error, args)
-    threading.excepthook = partial(explain_error_of_thread, args)
-    if args.resume is not None and (args.folder / "checkpoint.pt").is_file():
-        lock(args.folder)
-    saved = None
-    if old_runs:
-        name = "best.pt" if args.best else "checkpoint.pt"
-        saved = load_checkpoint(Path(old_runs[0]) / name)
-    if not is_new:
-        args = flags_of_old_run(args, saved, may_change)
-
-    check(0 <= args.seed < 2**32, "--seed must be from 0 to 2**32 - 1")
-    check(0 <= args.num_threads < 1024, "--num-threads must be from 0 to 1023")
-    check(args.video_interval > 0, "--video-interval must be above 0")
-    check(args.checkpoint_interval > 0, "--checkpoint-interval must be above 0")
-    check(args.eval_interval >= 0, "--eval-interval must be 0 or above")
-    check(args.eval_episodes >= 0, "--eval-episodes must be 0 or above")
-    evaluates = args.eval_episodes > 0
-    check(evaluates or args.eval_interval == 0, "--eval-episodes 0 needs --eval-interval 0")
-    check(args.eval_max_steps > 0, "--eval-max-steps must be above 0")
-    return args, saved
-
-
-def refuse_computed_flags():
-    """Ends the program if a flag is given that CleanRL's --help shows, but that is computed."""
-    own = {field.name for field in fields(Args)}
-    for name in ("batch_size", "minibatch_size", "num_iterations"):
-        flag = "--" + name.replace("_", "-")
-        given = [word for word in sys.argv if word.partition("=")[0].replace("_", "-") == flag]
-        check(name in own or not given, f"{flag} follows from other flags: leave it out")
-
-
-def new_folder(args):
-    """The folder of a new run."""
-    name = args.run_name
-    if name is None:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        name = name.replace("/", "-").replace(":", "-")
-    is_name = name == Path(name).name and name not in ("", "..") and name.isprintable()
-    check(is_name, "--run-name must be the name of a folder in runs/, not a path")
-    return Path("runs", name)
-
-
-def flags_of_old_run(args, saved, may_change):
-    """The flags of the old run in a checkpoint, with those that the command line may change."""
-    own = replace(
-        Args(**saved["args"]),
-        resume=args.resume,
-        evaluate=args.evaluate,
-        best=args.best,
-        init_from=None,
-    )
-    folder = args.folder
-    args = tyro.cli(Args, default=own)  # the command line again, now on the run's own flags
-    args.folder = folder
-    changeable = ["capture_video", "video_interval", "eval_interval", "eval_episodes"]
-    changeable += ["eval_max_steps", *may_change]
-    changed = []
-    for name, value in asdict(own).items():
-        if getattr(args, name) != value and name not in changeable:
-            changed.append(f"{name} = {value}")
-    advice = "leave these flags out, or start a new run"
-    check(not changed, f"{folder} was made with {', '.join(changed)}: {advice}")
-    return args
-
-
-def lock(folder):
-    """Locks a run's folder until this process ends, or ends the program if another one has it."""
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        in_use = error.errno in (errno.EACCES, errno.EAGAIN)
-        advice = "stop that one, wait for it, or choose another --run-name"
-        check(not in_use, f"{folder} is in use by another process: {advice}")
-        print(f"{folder} can't be locked ({error.strerror}): don't start this run twice")
-
-
-def load_checkpoint(path):
-    """Reads a checkpoint or ends the program; weights_only: a stranger's file can't run code."""
-    try:
-        broken = zipfile.ZipFile(path).testzip()  # torch.load doesn't look at checksums
-        if broken:
-            raise ValueError(f"bad checksum of {broken}")
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        if saved["script"] != SCRIPT:
-            raise ValueError(f"it was made by {saved['script']}")
-        Args(**saved["args"])  # fails if the flags are others
-        return saved
-    except pickle.UnpicklingError:
-        fail(f"{path} holds more than tensors and plain values, maybe code: it was not loaded")
-    except Exception as error:  # torch.load raises many kinds
-        fail(f"{path} is missing, damaged, or not of this {SCRIPT} ({one_line(error)})")
-
-
-def explain_error(args, kind, error, trace):
-    """sys.excepthook: tells in a sentence that a run's folder, the disk or a pipe fails.
-
-    Any other error, such as a mistake in an environment, keeps its trace.
-    """
-    numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EPIPE)
-    functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(trace)]
-    is_told = False
-    if isinstance(error, OSError) and not {"make_env", "reset", "step"} & set(functions):
-        is_told = error.errno in numbers
-        if isinstance(error.filename, str):
-            path = Path(error.filename).absolute()
-            folder = args.folder.absolute()
-            is_told = is_told or path.is_relative_to(folder) or folder.is_relative_to(path)
-    if not is_told:
-        sys.__excepthook__(kind, error, trace)
-        return
-    advice = "start it again"
-    if args.evaluate is None and os.path.exists(args.folder / "checkpoint.pt"):
-        advice = f"go on with --resume {args.folder}"
-    print(f"error: can't write ({error}): fix it, then {advice}", file=sys.stderr)
-    if error.errno == errno.EPIPE:  # Python would complain again when it flushes stdout
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def explain_error_of_thread(args, hook_args):
-    """threading.excepthook: the same, for the thread that writes TensorBoard's file."""
-    explain_error(args, hook_args.exc_type, hook_args.exc_value, hook_args.exc_traceback)
-
-
-def write_whole(path, data):
-    """Writes bytes under another name, fsyncs and renames: a kill never leaves half a file."""
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def report_evaluation(episodes, args):
-    """Prints the returns of an evaluation, and returns what evaluation.json has of it."""
-    returns = [episode.episode_return for episode in episodes]
-    lengths = [episode.length for episode in episodes]
-    if returns:
-        spread = f"{np.mean(returns):.1f} +- {np.std(returns):.1f}"
-        line = f"evaluation: {spread} over {len(returns)} episodes, deterministic"
-        truncated = [episode for episode in episodes if episode.ended_by == "truncation"]
-        cut = sum(episode.length >= args.eval_max_steps for episode in truncated)
-        if cut > 0:
-            line += f"; {cut} of them ended by --eval-max-steps {args.eval_max_steps}"
-        tqdm.write(line)  # the progress bar may be on the terminal
-    return {"returns": returns, "lengths": lengths}
-
-
-def random_states():
-    """The states of all generators of the process; nothing draws on a GPU."""
-    algorithm, keys, *rest = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (algorithm, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-    }
-
-
-def set_random_states(states):
-    """Sets what random_states has returned."""
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-
-
-@contextmanager
-def keep_random_states():
-    """Puts the generators back afterwards, so that an evaluation doesn't change the training."""
-    states = random_states()
-    try:
-        yield
-    finally:
-        set_random_states(states)
-
-
-def tensors_in(state):
-    """All tensors in nested dicts and lists."""
-    if isinstance(state, torch.Tensor):
-        return [state]
-    if isinstance(state, dict):
-        state = list(state.values())
-    if isinstance(state, list):
-        return [tensor for item in state for tensor in tensors_in(item)]
-    return []
-
-
-class Run:
-    """A run on disk, and the signals that stop it.
-
-    The script restores the run's parts, loops over iterations(), adds to global_step, logs, and
-    finishes. Iterations and steps are counted from the beginning of the run, not of the process.
-    """
-
-    SAVED = {
-        "iteration": int,
-        "global_step": int,
-        "wall_seconds": float,
-        "recent_returns": list,
-        "best_return": float,
-        "wandb_id": str | None,
-        "log_sizes": dict,
-    }
-
-    def __init__(self, args, saved, total_steps, save_interval):
-        self.args = args
-        self.saved = saved
-        self.total_steps = total_steps
-        self.save_interval = save_interval  # in iterations
-        self.folder = args.folder
-        self.iteration = 0
-        self.global_step = 0  # all environments together
-        self.wall_seconds = 0.0
-        self.recent_returns = []
-        self.best_return = -math.inf  # of the evaluations during the training
-        self.wandb_id = None
-        self.log_sizes = {}
-        self.writer = None
-        self.stop_signal = None
-        self.can_wait = False  # whether a signal waits for the end of the iteration
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
-                continue  # started by nohup
-            signal.signal(signum, self.on_signal)
-        if args.resume:
-            self.leave_if_finished()
-        elif not args.evaluate:
-            self.make_folder()
-
-    def make_folder(self):
-        """Makes the folder and config.json; ends the program if the folder has another run."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lock(self.folder)
-        files = ("checkpoint.pt", "best.pt", "episodes.csv", "evaluation.json")
-        advice = "choose another --run-name"
-        if os.path.exists(self.folder / "checkpoint.pt"):
-            advice += f", or go on with --resume {self.folder}"
-        for path in self.folder.iterdir():
-            is_of_run = path.name in files or path.name.startswith("events.")
-            check(not is_of_run, f"{self.folder} has {path.name} of another run: {advice}")
-        # By sh, so that where there is no git it is empty, as outside a repository
-        describe = ["sh", "-c", "git describe --always --dirty"]
-        git = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
-        cuda = self.args.cuda and torch.cuda.is_available()
-        versions = {package.name: package.version for package in distributions()}
-        config = {
-            "args": asdict(self.args),
-            "defaults": asdict(Args()),
-            "script": str(Path(__file__).absolute()),
-            "command": sys.argv,
-            "git_commit": git.stdout.strip(),
-            "machine": list(os.uname()),
-            "cores": os.cpu_count(),
-            "device": torch.cuda.get_device_name() if cuda else "cpu",
-            "versions": {"python": sys.version.split()[0], **versions},
-        }
-        write_whole(self.folder / "config.json", json.dumps(config, indent=2).encode())
-
-    def leave_if_finished(self):
-        """Ends the program if the run to resume has been finished."""
-        try:
-            results = json.loads((self.folder / "evaluation.json").read_text())
-        except (FileNotFoundError, ValueError):  # not yet written, or damaged
-            return
-        print(f"{self.folder} is finished: {json.dumps(results)}")
-        sys.exit()
-
-    def load(self, **parts):
-        """Brings parts back from the checkpoint of an old run, in this order.
-
-        A part is anything with state_dict() and load_state_dict().
-        """
-        try:
-            for name, part in parts.items():
-                part.load_state_dict(self.saved[name])
-            if self.args.evaluate:  # the last evaluation again, if environments draw from these
-                set_random_states(self.saved["run"]["random"])
-        except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-            source = self.args.init_from or self.folder
-            advice = "it is of a run with other sizes, of another version, or damaged"
-            fail(f"the checkpoint in {source} doesn't fit ({one_line(error)}): {advice}")
-
-    def restore(self, **parts):
-        """Names the run's parts and, with --resume, loads them. One must be called agent."""
-        self.parts = parts
-        if self.args.resume:
-            self.load(**parts, run=self)
-
-    def state_dict(self):
-        state = {name: getattr(self, name) for name in self.SAVED}
-        return {**state, "random": random_states()}
-
-    def load_state_dict(self, state):
-        for name, kind in self.SAVED.items():
-            if not isinstance(state[name], kind):
-                raise TypeError(f"{name} is {state[name]!r}")
-            setattr(self, name, state[name])
-        if not 0 <= self.iteration <= self.global_step:
-            raise ValueError(f"iteration {self.iteration} at step {self.global_step}")
-        set_random_states(state["random"])
-
-    def keep_script(self):
-        """Keeps a copy of this script in the folder, and one more if a resume finds it changed."""
-        stem = Path(SCRIPT).stem
-        texts = [
-            path
-            for path in self.folder.iterdir()
-            if path.name.startswith(stem) and path.suffix == ".py"
-        ]
-        if not texts:
-            write_whole(self.folder / SCRIPT, SCRIPT_TEXT)
-            return
-        last = max(texts, key=os.path.getmtime)
-        if last.read_bytes() != SCRIPT_TEXT:
-            new = self.folder / f"{stem}.{self.global_step}.py"
-            print(f"{SCRIPT} has changed since this run began: its new text is kept as {new}")
-            write_whole(new, SCRIPT_TEXT)
-
-    def open_logs(self):
-        """Opens the logs. What was logged after the checkpoint is cut off: it will come again."""
-        for path in self.folder.iterdir():
-            is_log = path.name == "episodes.csv" or path.name.startswith("events.")
-            if is_log and path.is_file() and not path.is_symlink():
-                os.truncate(path, min(path.stat().st_size, self.log_sizes.get(path.name, 0)))
-        self.writer = SummaryWriter(self.folder)
-        self.episodes_file = open(self.folder / "episodes.csv", "a")
-        if self.episodes_file.tell() == 0:
-            self.episodes_file.write("global_step,wall_seconds,env,return,length,ended_by\n")
-        self.start_time = time.time() - self.wall_seconds  # as if the run had never paused
-
-        self.terminal = os.isatty(2)
-        self.last_line = time.time()
-        bar_file = sys.stderr
-        if not self.terminal:
-            bar_file = open(os.devnull, "w")  # there print() shows the bar's line
-        self.bar = tqdm(
-            total=self.total_steps,
-            initial=self.global_step,
-            unit=" steps",
-            dynamic_ncols=True,
-            file=bar_file,
-        )
-
-    def start_wandb(self):
-        """Starts W&B, which copies what TensorBoard gets."""
-        import wandb
-
-        try:
-            online = os.environ.get("WANDB_MODE", "online") == "online"
-            if online and not wandb.login(prompt=False):
-                fail("--track: run `wandb login`, or set WANDB_MODE=offline and sync later")
-            run = wandb.init(
-                project=self.args.wandb_project_name,
-                entity=self.args.wandb_entity,
-                config=asdict(self.args),
-                name=self.folder.name,
-                id=self.wandb_id,
-                resume="allow",
-                dir=self.folder,
-                sync_tensorboard=True,
-            )
-        except Exception as error:  # network, server
-            advice = "try again, or set WANDB_MODE=offline and sync later"
-            fail(f"--track: W&B doesn't start ({error}): {advice}", code=1)
-        self.wandb_id = run.id
-
-    def iterations(self):
-        """Yields the numbers of the iterations that are left, and saves the run between them.
-
-        After Ctrl-C, SIGTERM or SIGHUP the program ends here; with python -i only the loop ends.
-        """
-        self.keep_script()
-        if self.args.track:
-            self.start_wandb()
-        if not self.args.resume:
-            self.save()  # before there are logs: a folder with logs has a checkpoint
-        self.open_logs()
-        done = self.global_step >= self.total_steps
-        while not done:
-            self.iteration += 1
-            yield self.iteration - 1
-            self.can_wait = True
-            done = self.stop_signal is not None or self.global_step >= self.total_steps
-            if done or self.iteration % self.save_interval == 0:
-                self.save()
-            self.show_progress(done)
-
-        self.can_wait = False
-        self.bar.close()
-        self.writer.close()
-        self.episodes_file.close()
-        if self.stop_signal is not None:
-            command = f"python {SCRIPT} --resume {self.folder}"
-            print(f"stopped at step {self.global_step}; go on with: {command}")
-            if not sys.flags.interactive:
-                sys.exit(128 + self.stop_signal)
-
-    def on_signal(self, signum, frame):
-        """Ctrl-C, SIGTERM and SIGHUP: the run is saved and ends after this iteration.
-
-        It ends at once in the first iteration, which may compile for minutes, in the last
-        evaluation, and after a second Ctrl-C.
-        """
-        if signum == signal.SIGINT and hasattr(sys, "ps1"):  # in the shell of python -i
-            raise KeyboardInterrupt
-        second_ctrl_c = signum == signal.SIGINT and self.stop_signal is not None
-        if second_ctrl_c or not self.can_wait:
-            advice = f"; --resume {self.folder} goes on from its last checkpoint, if there is one"
-            if self.args.evaluate:
-                advice = ""
-            fail(f"stopped at once{advice}", code=128 + signum)
-        self.stop_signal = signum
-
-    def save(self, name="checkpoint.pt"):
-        """Writes a checkpoint: tensors and plain Python values."""
-        if self.writer is not None:
-            self.writer.flush()
-            self.episodes_file.flush()
-            self.wall_seconds = time.time() - self.start_time
-        files = [path for path in self.folder.iterdir() if path.is_file()]
-        self.log_sizes = {path.name: path.stat().st_size for path in files}
-        checkpoint = {"script": SCRIPT, "args": asdict(self.args), "run": self.state_dict()}
-        for part_name, part in self.parts.items():
-            checkpoint[part_name] = part.state_dict()
-        self.check_finite(*tensors_in(checkpoint))
-        file = io.BytesIO()
-        torch.save(checkpoint, file)
-        write_whole(self.folder / name, file.getvalue())
-
-    def show_progress(self, done):
-        """Draws a bar on a terminal; elsewhere prints a line every five seconds."""
-        seconds = 0.1 if self.terminal else 5
-        if not done and time.time() - self.last_line < seconds:
-            return
-        self.last_line = time.time()
-        if self.recent_returns:
-            self.bar.set_postfix_str(f"return {np.mean(self.recent_returns):.1f}", refresh=False)
-        self.bar.update(min(self.global_step, self.total_steps) - self.bar.n)
-        self.bar.refresh()
-        self.episodes_file.flush()  # for those who watch the run
-        if not self.terminal:
-            print(self.bar, flush=True)
-
-    def log_episode(self, step, episode):
-        """Logs an Episode that ended at a step of the run."""
-        episode_return = episode.episode_return
-        length = episode.length
-        wall_seconds = time.time() - self.start_time
-        row = f"{step},{wall_seconds:.2f},{episode.env},{episode_return!r},{length}"
-        self.episodes_file.write(f"{row},{episode.ended_by}\n")
-        self.writer.add_scalar("charts/episodic_return", episode_return, step)
-        self.writer.add_scalar("charts/episodic_length", length, step)
-        self.recent_returns = [*self.recent_returns[-99:], episode_return]
-
-    def log(self, scalars):
-        """Logs numbers by their tags, and the speed."""
-        for tag, value in scalars.items():
-            self.writer.add_scalar(tag, float(value), self.global_step)
-        sps = int(self.global_step / (time.time() - self.start_time))
-        self.writer.add_scalar("charts/SPS", sps, self.global_step)
-
-    def log_evaluation(self, results):
-        """Logs an evaluation during the training; the best so far is kept as best.pt."""
-        mean_return = float(np.mean(results["returns"]))
-        self.writer.add_scalar("eval/episodic_return", mean_return, self.global_step)
-        if mean_return > self.best_return:
-            self.best_return = mean_return
-            self.save("best.pt")
-
-    def check_finite(self, *tensors):
-        """Ends a run whose learning has diverged, before it is saved."""
-        if not all(torch.isfinite(tensor).all() for tensor in tensors):
-            fail(
-                f"iteration {self.iteration}: the loss, a weight or a statistic is not finite; "
-                f"{self.folder} keeps the last good checkpoint. Try a lower --learning-rate, or "
-                "look for NaN and huge numbers in the environment's rewards and observations",
-                code=1,
-            )
-
-    def finish(self, results):
-        """Writes the results of the last evaluation, which make the run a finished one."""
-        if self.args.save_model:
-            name = self.args.exp_name.replace("/", "-")
-            file = io.BytesIO()
-            torch.save(self.parts["agent"].state_dict(), file)
-            write_whole(self.folder / f"{name}.cleanrl_model", file.getvalue())
-        write_whole(self.folder / "evaluation.json", json.dumps(results).encode())
-        print(f"finished: everything is in {self.folder}")
-
-
-# End of Run. --------------------------------------------------------------------------------------
+    return episodes
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1394,33 +971,33 @@ class Run:
 # --------------------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
-    args, saved = parse_args()
+    args, saved = read_flags()
+    check_args(args)
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
-    # A second thread gains less than it costs where other programs want the cores
-    torch.set_num_threads(args.num_threads or 1)
+    torch.set_num_threads(args.num_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
 
-    video_dir = args.folder / "videos" if args.capture_video else None
-    training_video_dir = None if args.evaluate else video_dir
-    envs = [make_env(args.env_id, training_video_dir, args.video_interval)]
-    envs += [make_env(args.env_id) for _ in range(args.num_envs - 1)]
-    envs = VecEnv(envs, args.seed)
+    num_iterations = args.total_timesteps // args.num_envs
+    run = Run(args, saved, num_iterations * args.num_envs)
+    video_dir = run.folder / "videos" if args.capture_video else None
+    envs = VecEnv([make_env(args.env_id) for _ in range(args.num_envs)], args.seed, np.float64)
+    normalizer = Normalizer(envs, args)
     obs_dim = envs.obs.shape[1]
     action_dim = gym.spaces.flatdim(envs.action_space)
-    normalizer = Normalizer(envs, args)
     agent = Agent(obs_dim, action_dim, args.hidden_sizes).to(device)
-    total_steps = args.num_iterations * args.num_envs
-    save_interval = max(args.checkpoint_interval // args.num_envs, 1)
-    run = Run(args, saved, total_steps, save_interval)
     if args.evaluate or args.init_from:
-        run.load(agent=agent, obs_rms=normalizer.obs_rms, return_rms=normalizer.return_rms)
+        for name in ("norm_obs", "norm_reward"):
+            same = saved["args"].get(name) == getattr(args, name)
+            check(same, f"the networks were trained with another {name}: give the same")
+        run.load(agent=agent)
+        normalizer.load_statistics(saved["normalizer"])
     if args.evaluate:
-        evaluate(agent, normalizer, args, video_dir)
+        run.finish(evaluate(agent, normalizer, envs, args, video_dir))
         sys.exit()
-    learner = Learner(agent, args)
+    learner = Learner(agent)
     noise = ExplorationNoise((args.num_envs, action_dim), args)
     columns = {
         "obs": (np.float32, (obs_dim,)),
@@ -1429,67 +1006,43 @@ if __name__ == "__main__":
         "next_obs": (np.float32, (obs_dim,)),  # what truly followed, before any reset
         "terminations": (np.float32, ()),  # 0 or 1
     }
-    replay = ReplayBuffer(
-        run.folder / "replay.bin",
-        size=min(args.buffer_size, total_steps),
-        spare=args.checkpoint_interval + args.num_envs,
-        columns=columns,
-        is_new=args.resume is None,
-    )
+    spare = args.checkpoint_interval * args.num_envs
+    path = run.folder / "replay.bin"
+    replay = ReplayBuffer(path, args.buffer_size, spare, columns, is_new=not args.resume)
     run.restore(
-        agent=agent,
-        learner=learner,
-        noise=noise,
-        obs_rms=normalizer.obs_rms,
-        return_rms=normalizer.return_rms,
-        normalizer=normalizer,
-        replay=replay,
-        envs=envs,
+        agent=agent, learner=learner, noise=noise, normalizer=normalizer, replay=replay, envs=envs
     )
-    # These begin an episode, either by chance or because they could not be brought back
-    just_reset = np.array([not env.actions for env in envs.envs])
-    noise.reset(just_reset)
-    normalizer.discounted_returns[just_reset] = 0.0
+    if args.resume:  # an episode that couldn't be brought back leaves nothing to the next one
+        noise.reset(envs.restarted)
+        normalizer.discounted_returns[envs.restarted] = 0.0
 
-    coefs = as_tensors(
-        device,
-        actor_lr=args.actor_learning_rate or args.learning_rate,
-        critic_lr=args.critic_learning_rate or args.learning_rate,
-        gamma=args.gamma,
-        tau=args.tau,
-        policy_noise=args.policy_noise,
-        noise_clip=args.noise_clip,
-    )
     compiled_update = compile_or_not(update, args, device)
-    # Compile before the first step: on zeros, with copies of what changes
-    zeros = {
-        name: torch.zeros(args.batch_size, *shape, device=device)
-        for name, (_, shape) in columns.items()
+    coefs = {
+        "actor_lr": args.actor_learning_rate or args.learning_rate,
+        "critic_lr": args.critic_learning_rate or args.learning_rate,
+        "gamma": args.gamma,
+        "tau": args.tau,
+        "policy_noise": args.policy_noise,
+        "noise_clip": args.noise_clip,
     }
-    variants = [True] if args.policy_frequency == 1 else [False, True]
-    # Not zeros["actions"]: for one tensor in two places it would be compiled once more
-    target_noise = torch.zeros(args.batch_size, action_dim, device=device)
-    for with_actor in variants:
-        copied = copy.deepcopy(learner)
-        compiled_update(agent, copied, zeros, target_noise, with_actor, coefs, args)
-
+    coefs = {name: torch.tensor(value, device=device) for name, value in coefs.items()}
     random_steps = args.learning_starts if args.random_steps is None else args.random_steps
-    for iteration in run.iterations():
-        if run.global_step < random_steps:
-            actions = np.random.uniform(-1.0, 1.0, (args.num_envs, action_dim))
-        else:
-            actions = agent.act(normalizer.normalize_obs(envs.obs))
-            progress = iteration / max(args.num_iterations - 1, 1)
-            actions = np.clip(actions + noise.sample(progress), -1.0, 1.0)
-
+    for iteration in run.iterations():  # counted from 0
         obs = envs.obs.copy()
+        if run.global_step < random_steps:
+            actions = 2 * torch.rand(args.num_envs, action_dim).numpy() - 1
+        else:
+            progress = iteration / max(num_iterations - 1, 1)
+            actions = agent.act(normalizer.normalize_obs(obs)) + noise.sample(progress)
+            actions = np.clip(actions, -1.0, 1.0)
+
         rewards, terminations, truncations, episodes = envs.step(actions)
-        next_obs = envs.obs.copy()
-        for episode in episodes:
-            next_obs[episode.env] = episode.final_obs
         dones = terminations | truncations
         noise.reset(dones)
         normalizer.update(envs.obs, rewards, dones)
+        next_obs = envs.obs.copy()
+        for episode in episodes:
+            next_obs[episode.env] = episode.final_obs
         replay.add(
             obs=obs,
             actions=actions,
@@ -1500,7 +1053,6 @@ if __name__ == "__main__":
         updates_before = count_updates(run.global_step, args)
         run.global_step += args.num_envs
         updates_after = count_updates(run.global_step, args)
-
         for number in range(updates_before, updates_after):
             batch = sample_batch(replay, normalizer, args, device)
             target_noise = torch.randn(args.batch_size, action_dim).to(device)
@@ -1513,11 +1065,8 @@ if __name__ == "__main__":
             run.check_finite(learner.sums)
             means = learner.mean_metrics()
             run.log({f"losses/{name}": mean for name, mean in means.items()})
-        if args.eval_interval > 0 and run.global_step % args.eval_interval < args.num_envs:
-            with keep_random_states():
-                results = evaluate(agent, normalizer, args, stream=2)
-            run.log_evaluation(results)
+        if args.eval_interval > 0 and (iteration + 1) % args.eval_interval == 0:
+            run.log_evaluation(evaluate(agent, normalizer, envs, args, video_dir, run.global_step))
 
     envs.close()
-    if run.stop_signal is None:
-        run.finish(evaluate(agent, normalizer, args, video_dir))
+    run.finish(evaluate(agent, normalizer, envs, args, video_dir))

@@ -1,0 +1,968 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch==2.13.0",
+#     "gymnasium[classic-control,mujoco]==1.4.0",
+#     "box2d==2.3.10; python_version < '3.14'",
+#     "mujoco==4.0.0; python_version >= '3.11'",
+#     "mujoco==3.17.0; python_version < '3.11'",
+#     "numpy==2.4.6; python_version >= '3.11'",
+#     "numpy==2.2.6; python_version < '3.11'",
+#     "tyro==1.0.17",
+#     "tqdm==4.70.1",
+#     "tensorboard==2.21.0",
+#     "wandb==0.31.0",
+#     "moviepy==2.2.1",
+# ]
+# ///
+"""PPO-Penalty, an adaptive penalty on the KL in place of clipping, for discrete actions.
+
+Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, section 4. The
+loss has beta times the KL between the old and the new policy, estimated from the actions that were
+played; beta is doubled or halved after an iteration that has missed --kl-target by a factor of 1.5.
+Nothing is clipped but the gradient, neither ratios nor values. With --adaptive-lr the learning rate
+follows the KL too, as in rl_games, https://github.com/Denys88/rl_games
+Comments number details as docs/details.md of the repository does: G1 to G11 are general, M6 is for
+MuJoCo, X3 is optional.
+Diff it against ppo.py.
+
+    python ppo_penalty.py --env-id CartPole-v1 --total-timesteps 500000
+"""
+
+import copy
+import json
+import math
+import os
+import platform
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from filelock import FileLock, Timeout
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+# --------------------------------------------------------------------------------------------------
+# Flags
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Args:
+    """All flags. The comments are what --help says."""
+
+    exp_name: str = Path(__file__).stem  # name of the experiment, a part of the run's name
+    run_name: str | None = None  # folder in runs/ (default: ENV__EXPERIMENT__SEED__UNIXTIME)
+    seed: int = 1  # seed of the networks, the action noise, the minibatches and the environments
+    torch_deterministic: bool = True  # use deterministic cuDNN algorithms
+    cuda: bool = True  # use a GPU where there is one
+    compile: bool = True  # compile the update, which takes half a minute the first time
+    num_threads: int = 1  # threads of PyTorch; a second one gains nothing on layers of 64
+    track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
+    wandb_project_name: str = "plainrl"  # project at Weights & Biases
+    wandb_entity: str | None = None  # user or team at Weights & Biases
+    capture_video: bool = False  # film the first episode of each evaluation, into videos/
+    checkpoint_interval: int = 10  # iterations (a rollout and its update) between checkpoints
+    eval_interval: int = 0  # iterations between evaluations during the training (0: none)
+    eval_episodes: int = 10  # episodes of an evaluation, with deterministic actions and own seeds
+    resume: str | None = None  # continue the run in this folder, exactly; its flags come with it
+    evaluate: str | None = None  # play the policy of this run, or of a checkpoint such as best.pt
+    init_from: str | None = None  # begin with the networks and statistics of this run
+
+    env_id: str = "CartPole-v1"  # id of the Gymnasium environment
+    total_timesteps: int = 500000  # steps of the run, all environments together
+    learning_rate: float = 2.5e-4  # learning rate of Adam
+    num_envs: int = 4  # number of environments
+    num_steps: int = 128  # steps in each environment per rollout
+    anneal_lr: bool = True  # lower the learning rate linearly over the run
+    gamma: float = 0.99  # discount factor
+    hidden_sizes: tuple[int, ...] = (64, 64)  # units of the hidden layers, actor's and critic's
+    gae_lambda: float = 0.95  # lambda of the generalized advantage estimation
+    num_minibatches: int = 4  # minibatches per epoch
+    update_epochs: int = 4  # epochs per rollout
+    norm_adv: bool = True  # normalise the advantages in each minibatch
+    ent_coef: float = 0.01  # coefficient of the entropy
+    vf_coef: float = 0.5  # coefficient of the value loss
+    max_grad_norm: float = 0.5  # largest norm of the gradient, actor and critic together
+    target_kl: float | None = None  # no more epochs after one whose approximate KL exceeds this
+    bootstrap_truncated: bool = True  # bootstrap where a time limit has cut an episode
+    kl_target: float = 0.01  # KL of an iteration that the penalty and --adaptive-lr aim at
+    adaptive_lr: bool = False  # let the learning rate follow the KL, in place of --anneal-lr
+
+
+SCHEDULES = ("anneal_lr",)  # flags whose effect depends on --total-timesteps
+
+
+def check_args(args):
+    """Ends the program if the flags can't be used, alone or together."""
+    check(0 <= args.seed < 2**32, "--seed must be from 0 to 2**32 - 1")
+    positive = ("checkpoint_interval", "eval_episodes", "total_timesteps", "learning_rate")
+    positive += ("num_envs", "num_steps", "num_minibatches", "update_epochs", "kl_target")
+    for name in positive:
+        check(getattr(args, name) > 0, f"--{name.replace('_', '-')} must be above 0")
+    check(min(args.hidden_sizes, default=0) > 0, "--hidden-sizes must be numbers above 0")
+    check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
+    check(0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1")
+    batch_size = args.num_envs * args.num_steps
+    minibatch_size, remainder = divmod(batch_size, args.num_minibatches)
+    check(remainder == 0, "--num-envs x --num-steps must be a multiple of --num-minibatches")
+    check(minibatch_size > 1 or not args.norm_adv, "minibatches of one step need --no-norm-adv")
+    check(batch_size <= args.total_timesteps, f"--total-timesteps is below a rollout, {batch_size}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Run: folder, logs, checkpoints, signals. It is the same text in every script and knows nothing of
+# what is learned: skip it on a first reading.
+# --------------------------------------------------------------------------------------------------
+
+SCRIPT = Path(__file__).name
+
+
+def check(condition, message):
+    """Ends the program with a sentence, code 2, if the input is not as it must be."""
+    if not condition:
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def read_flags():
+    """Returns the flags, and the checkpoint that the run starts from, or None.
+
+    With --resume and --evaluate the flags are those of the old run. --resume lets a few be given
+    again, --evaluate all.
+    """
+    sys.path.append("")  # the current folder, for --env-id my_envs:MyEnv-v0
+    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    old_run = args.resume or args.evaluate or args.init_from
+    if old_run is None:
+        return args, None
+    path = Path(old_run)
+    if args.resume or path.is_dir():
+        path = path / "checkpoint.pt"
+    try:  # weights_only: a stranger's file can't run code
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        flags = {name: x for name, x in saved["args"].items() if name in asdict(args)}
+        old_args = replace(Args(**flags), resume=args.resume, evaluate=args.evaluate)
+    except Exception as error:  # torch.load raises many kinds
+        check(False, f"{path} is no checkpoint of {SCRIPT}: {type(error).__name__}: {error}")
+    if args.init_from:
+        return args, saved
+    args = tyro.cli(Args, default=replace(old_args, init_from=None))
+    if args.resume:
+        script = saved["script"]
+        check(script == SCRIPT, f"{old_run} was made by {script}: resume it with that script")
+        check_changes(asdict(old_args), asdict(args))
+    return args, saved
+
+
+def check_changes(old, new):
+    """Ends the program if flags of a resumed run, dicts, can't be as they are now."""
+    changed = {name for name in new if new[name] != old[name]}
+    free = {"init_from", "capture_video", "eval_interval", "eval_episodes", "checkpoint_interval"}
+    for name in changed - free - {"total_timesteps"}:
+        check(False, f"the run was made with {name} = {old[name]}: leave that flag out")
+    for name in SCHEDULES:
+        fits = "total_timesteps" not in changed or not old[name]
+        advice = "start a new run with --init-from"
+        check(fits, f"--total-timesteps can't change, since {name} depends on it: {advice}")
+
+
+def cpu_name():
+    """The processor's name, which platform.processor() doesn't know on Linux."""
+    if sys.platform != "linux":
+        return platform.processor()
+    return re.findall("model name.*: (.*)|$", Path("/proc/cpuinfo").read_text())[0]
+
+
+class Run:
+    """A run on disk, and the signals that stop it.
+
+    The script names the run's parts, loops over iterations(), adds to global_step, logs, and
+    finishes. Iterations and steps are counted from the beginning of the run, not of the process.
+    """
+
+    def __init__(self, args, saved, total_steps):
+        self.args = args
+        self.saved = saved
+        self.total_steps = total_steps
+        self.iteration = 0
+        self.global_step = 0  # all environments together
+        self.wall_seconds = 0.0
+        self.recent_returns = []
+        self.best_return = -math.inf  # of the evaluations during the training
+        self.wandb_id = None
+        self.stop_signal = None
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+        self.machine = {"torch": str(torch.__version__), "cpu": cpu_name(), "gpu": gpu}
+        self.parts = {"run": self}
+        if args.evaluate:
+            path = Path(args.evaluate)
+            self.folder = path if path.is_dir() else path.parent
+            return
+        self.folder = Path(args.resume) if args.resume else self.make_folder()
+        self.lock = FileLock(self.folder / "lock")
+        try:
+            self.lock.acquire(timeout=0)
+        except Timeout:
+            check(False, f"{self.folder} is in use by another process")
+
+    def make_folder(self):
+        """Makes the folder of a new run, with config.json and a copy of the script; returns it."""
+        name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
+        folder = Path("runs", self.args.run_name or name.replace("/", "-").replace(":", "-"))
+        is_new = not (folder / "checkpoint.pt").exists()
+        check(is_new, f"{folder} has a run: --resume it, or choose another --run-name")
+        folder.mkdir(parents=True, exist_ok=True)
+        describe = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
+        git = subprocess.run(describe, shell=True, capture_output=True, text=True)
+        config = {
+            "args": asdict(self.args),
+            "defaults": asdict(Args()),
+            "script": str(Path(__file__).absolute()),
+            "command": sys.argv,
+            "git_commit": git.stdout.strip(),
+            "machine": self.machine,
+            "versions": {package.name: package.version for package in distributions()},
+        }
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+        (folder / SCRIPT).write_bytes(Path(__file__).read_bytes())
+        return folder
+
+    def load(self, **parts):
+        """Loads parts, anything with load_state_dict(), from the checkpoint."""
+        try:
+            for name, part in parts.items():
+                part.load_state_dict(self.saved[name])
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            check(False, f"the checkpoint is of a run with other sizes or another version: {error}")
+
+    def restore(self, **parts):
+        """Names all that a checkpoint must hold; with --resume, loads it."""
+        self.parts |= parts
+        if self.args.resume:
+            self.load(**self.parts)
+
+    def state_dict(self):
+        names = ("iteration", "global_step", "wall_seconds", "recent_returns", "best_return")
+        state = {name: getattr(self, name) for name in (*names, "wandb_id")}
+        return {**state, "random_state": torch.get_rng_state()}
+
+    def load_state_dict(self, state):
+        torch.set_rng_state(state.pop("random_state"))
+        vars(self).update(state)
+
+    def save(self, name="checkpoint.pt"):
+        """Writes a checkpoint under another name first: a kill never leaves half a file."""
+        self.writer.flush()
+        self.episodes_file.flush()
+        self.wall_seconds = time.time() - self.start_time
+        checkpoint = {name: part.state_dict() for name, part in self.parts.items()}
+        modules = [name for name, part in self.parts.items() if isinstance(part, nn.Module)]
+        self.check_finite(*(x for name in modules for x in checkpoint[name].values()))
+        checkpoint |= {"script": SCRIPT, "args": asdict(self.args), "machine": self.machine}
+        with open(self.folder / "checkpoint.tmp", "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(self.folder / "checkpoint.tmp", self.folder / name)
+
+    def open_logs(self):
+        """Opens the logs. What was logged after the checkpoint is cut off: it will come again."""
+        self.episodes_file = open(self.folder / "episodes.csv", "a+", newline="")
+        self.episodes_file.seek(0)
+        size = len(self.episodes_file.readline())  # of the header
+        for row in self.episodes_file:
+            if row.endswith("\n") and int(row.split(",")[0]) <= self.global_step:
+                size += len(row)
+        self.episodes_file.truncate(size)
+        if size == 0:
+            self.episodes_file.write("global_step,wall_seconds,env,return,length,ended_by\n")
+        if self.args.track:
+            import wandb
+
+            run = wandb.init(
+                project=self.args.wandb_project_name,
+                entity=self.args.wandb_entity,
+                config=asdict(self.args),
+                name=self.folder.name,
+                id=self.wandb_id,
+                resume="allow",
+                dir=self.folder,
+                sync_tensorboard=True,
+            )
+            self.wandb_id = run.id
+        self.writer = SummaryWriter(self.folder, purge_step=self.global_step + 1)
+        self.start_time = time.time() - self.wall_seconds  # as if the run had never paused
+
+    def warn(self):
+        """Names what a resume would miss, and what may give this one other bits."""
+        for name, value in vars(sys.modules["__main__"]).items():
+            has_state = hasattr(value, "state_dict") and not isinstance(value, type)
+            if has_state and all(value is not part for part in self.parts.values()):
+                print(f"{name} isn't given to run.restore(), so a resume begins it anew")
+        self.machine["compiled"] = self.args.compile  # by now False where there is no compiler
+        if self.args.resume and self.saved["machine"] != self.machine:
+            before = self.saved["machine"]
+            print(f"goes on, but not to the same bits: {before} before, {self.machine} now")
+
+    def iterations(self):
+        """Yields the numbers of the iterations that are left, and saves the run between them.
+
+        After Ctrl-C or SIGTERM the program ends when the iteration does; after two, at once.
+        """
+        self.warn()
+        self.open_logs()
+        (self.folder / "evaluation.json").unlink(missing_ok=True)
+        if not self.args.resume:
+            self.save()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self.on_signal)
+        # A bar on a terminal; elsewhere there is a line for each checkpoint
+        bar = tqdm(total=self.total_steps, initial=self.global_step, unit=" steps", disable=None)
+        while self.global_step < self.total_steps:
+            yield self.iteration
+            self.iteration += 1
+            mean_return = f"return {np.mean(self.recent_returns or [math.nan]):.1f}"
+            bar.set_postfix_str(mean_return, refresh=False)
+            bar.update(self.global_step - bar.n)
+            done = self.stop_signal or self.global_step >= self.total_steps
+            if done or self.iteration % self.args.checkpoint_interval == 0:
+                self.save()
+                if bar.disable:
+                    print(f"saved at step {self.global_step}, {mean_return}", flush=True)
+            if self.stop_signal:
+                bar.close()
+                command = shlex.join(["python", sys.argv[0], "--resume", str(self.folder)])
+                print(f"stopped at step {self.global_step}; go on with: {command}")
+                sys.exit(128 + self.stop_signal)
+        bar.close()
+        self.writer.close()
+        self.episodes_file.close()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def on_signal(self, signum, frame):
+        if self.stop_signal:
+            raise KeyboardInterrupt
+        self.stop_signal = signum
+        os.write(2, b"\nthe run stops after this iteration, or at once with one more Ctrl-C\n")
+
+    def log_episode(self, step, episode):
+        """Logs an Episode that ended at a step of the run."""
+        values = (step, round(time.time() - self.start_time, 2), *episode[:4])
+        self.episodes_file.write(",".join(map(str, values)) + "\n")
+        self.writer.add_scalar("charts/episodic_return", episode.episode_return, step)
+        self.writer.add_scalar("charts/episodic_length", episode.length, step)
+        self.recent_returns = [*self.recent_returns[-99:], episode.episode_return]
+
+    def log(self, scalars):
+        """Logs numbers by their tags, and the speed."""
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, float(value), self.global_step)
+        sps = int(self.global_step / (time.time() - self.start_time))
+        self.writer.add_scalar("charts/SPS", sps, self.global_step)
+
+    def check_finite(self, *tensors):
+        """Ends a run that has diverged: the last good checkpoint stays."""
+        if not all(torch.isfinite(tensor).all() for tensor in tensors):
+            advice = "try a lower --learning-rate, or look for huge rewards and observations"
+            sys.exit(f"error: a loss or a weight is not finite: {advice}")
+
+    def log_evaluation(self, episodes):
+        """Logs an evaluation during the training; the best so far is kept as best.pt."""
+        mean_return = float(np.mean([episode.episode_return for episode in episodes]))
+        self.writer.add_scalar("eval/episodic_return", mean_return, self.global_step)
+        if mean_return > self.best_return:
+            self.best_return = mean_return
+            self.save("best.pt")
+
+    def finish(self, episodes):
+        """Prints the last evaluation, and writes it, which makes the run a finished one."""
+        returns = [episode.episode_return for episode in episodes]
+        score = f"{np.mean(returns):.1f} +- {np.std(returns):.1f}"
+        print(f"evaluation: {score} over {len(returns)} episodes, deterministic")
+        if not self.args.evaluate:
+            (self.folder / "evaluation.json").write_text(json.dumps({"returns": returns}))
+            print(f"finished: everything is in {self.folder}")
+
+
+# End of Run. --------------------------------------------------------------------------------------
+
+
+# --------------------------------------------------------------------------------------------------
+# Environments
+# --------------------------------------------------------------------------------------------------
+
+
+def check_space(space, env_id):
+    """Ends the program if an observation space, or a part of it, can't become a flat array."""
+    if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
+        for part in space.values() if isinstance(space, gym.spaces.Dict) else space:
+            check_space(part, env_id)
+        return
+    kinds = gym.spaces.Box | gym.spaces.Discrete | gym.spaces.MultiBinary | gym.spaces.MultiDiscrete
+    advice = f"it must be made of a Dict, a Tuple, and {kinds}"
+    check(isinstance(space, kinds), f"{env_id} has {type(space)} in its observations: {advice}")
+
+
+def check_env(env, env_id):
+    """Ends the program if the first reset() or step() of an environment returns what it mustn't."""
+    env.action_space.seed(0)
+    results = {"reset()": env.reset(seed=0), "step()": env.step(env.action_space.sample())}
+    for name, result in results.items():
+        length = 2 if name == "reset()" else 5
+        fits = isinstance(result, tuple) and len(result) == length and isinstance(result[-1], dict)
+        check(fits, f"{name} of {env_id} must return {length} values, the last one a dict")
+        shape = np.shape(result[0])
+        fits = shape == (env.observation_space.shape or shape)  # a Dict has none
+        check(fits, f"{name} of {env_id} returns an observation of shape {shape}: not its space's")
+    reward = results["step()"][1]
+    check(np.ndim(reward) == 0, f"step() of {env_id} must return a number as reward, not {reward}")
+
+
+def make_env(env_id, video_dir=None, max_steps=None):
+    """Makes an environment with its wrappers.
+
+    video_dir: for a film of its first episode; max_steps: where an episode is cut at the latest.
+    """
+    try:
+        options = {"render_mode": "rgb_array"} if video_dir else {}
+        env = gym.make(env_id, disable_env_checker=True, **options)
+    except (gym.error.Error, ImportError) as error:
+        check(False, f"can't make {env_id}: {error}")
+    action_space, space = env.action_space, env.observation_space
+    fits = isinstance(action_space, gym.spaces.Discrete)
+    kind = f"{type(action_space)} {action_space}"
+    check(fits, f"{env_id} has the action space {kind}, but this script needs a Discrete one")
+    check_space(space, env_id)
+    check_env(env.unwrapped, env_id)
+
+    if max_steps:
+        env = gym.wrappers.TimeLimit(env, max_steps)
+    if video_dir:
+        env = gym.wrappers.RecordVideo(env, video_dir, episode_trigger=lambda number: number == 0)
+    env = gym.wrappers.RecordEpisodeStatistics(env, stats_key="statistics")
+    if not isinstance(space, gym.spaces.Box):
+        env = gym.wrappers.FlattenObservation(env)
+    elif len(space.shape) != 1:
+        env = gym.wrappers.ReshapeObservation(env, (math.prod(space.shape),))
+    # The agent counts actions from 0
+    start, dtype = action_space.start, action_space.dtype
+    return gym.wrappers.TransformAction(env, lambda k: start + k.astype(dtype), action_space)
+
+
+class Episode(NamedTuple):
+    """An episode that has ended."""
+
+    env: int  # index of the environment
+    episode_return: float  # sum of the rewards as they came from the environment
+    length: int
+    ended_by: str  # "termination" or "truncation"
+    final_obs: np.ndarray  # its last observation, as the agent sees it
+
+
+class VecEnv:
+    """Environments, stepped one after another; obs: the current observations, (num_envs, ...).
+
+    A step that ends an episode also resets it; its last observation is in the Episode.
+    Given a seed and actions, an environment always does the same. So each is saved as its last seed
+    and the actions since, which are played again to bring it back. To keep them few, it gets a new
+    seed with the first episode that starts steps_per_seed steps or more after the last seed.
+    """
+
+    def __init__(self, envs, seed, dtype, steps_per_seed=1000):
+        self.envs = envs
+        self.action_space = envs[0].action_space
+        self.seeds = np.random.SeedSequence(seed).generate_state(len(envs))
+        self.steps_per_seed = steps_per_seed
+        self.seed_counts = np.zeros(len(envs), np.int64)
+        self.actions = [[] for _ in envs]  # of each environment, since its last seed
+        first_obs = [self.reset_with_new_seed(i) for i in range(len(envs))]
+        self.obs = np.stack(first_obs).astype(
+            dtype
+        )  # reset() may give integers where step() doesn't
+
+    def reset_with_new_seed(self, i):
+        """Starts an episode of environment i with its next seed; returns its observation."""
+        sequence = np.random.SeedSequence((int(self.seeds[i]), int(self.seed_counts[i])))
+        self.seed_counts[i] += 1
+        self.actions[i] = []
+        seed = int(sequence.generate_state(1)[0]) % 2**31  # some libraries take no larger one
+        return self.envs[i].reset(seed=seed)[0]
+
+    def step_env(self, i, action):
+        """Steps environment i; returns reward, terminated, truncated, and an Episode or None."""
+        obs, reward, terminated, truncated, info = self.envs[i].step(action)
+        self.actions[i].append(action.copy())
+        episode = None
+        if terminated or truncated:
+            statistics = info.get("statistics")  # none after a lost life in Atari: the game goes on
+            if statistics:
+                ended_by = "termination" if terminated else "truncation"
+                final_obs = np.array(obs, self.obs.dtype)  # a copy: the reset may write over it
+                length = statistics["l"]
+                episode = Episode(i, float(statistics["r"]), length, ended_by, final_obs)
+            if statistics and len(self.actions[i]) >= self.steps_per_seed:
+                obs = self.reset_with_new_seed(i)
+            else:
+                obs, _ = self.envs[i].reset()
+        self.obs[i] = obs
+        return reward, terminated, truncated, episode
+
+    def step(self, actions):
+        """Steps each environment by its row of actions (num_envs, ...).
+
+        Returns the rewards, float64, the terminations and truncations, bool, all (num_envs,), and
+        the episodes that ended.
+        """
+        rewards = np.zeros(len(self.envs))
+        terminations = np.zeros(len(self.envs), bool)
+        truncations = np.zeros(len(self.envs), bool)
+        episodes = []
+        for i, action in enumerate(actions):
+            rewards[i], terminations[i], truncations[i], episode = self.step_env(i, action)
+            if episode:
+                episodes.append(episode)
+        return rewards, terminations, truncations, episodes
+
+    def for_evaluation(self, env, seed):
+        """The same for another environment, which an evaluation plays."""
+        return VecEnv([env], seed, self.obs.dtype)
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+
+    def state_dict(self):
+        return {
+            "seed_counts": torch.tensor(self.seed_counts),
+            "actions": [torch.tensor(np.array(actions)) for actions in self.actions],
+            "obs": torch.tensor(self.obs),
+        }
+
+    def load_state_dict(self, state):
+        self.seed_counts = state["seed_counts"].numpy() - 1
+        self.restarted = np.zeros(len(self.envs), bool)
+        for i, actions in enumerate(state["actions"]):
+            self.obs[i] = self.reset_with_new_seed(i)
+            for action in actions.numpy():
+                self.step_env(i, action)
+            if not np.array_equal(self.obs[i], state["obs"][i].numpy()):
+                print(f"environment {i} can't be brought back exactly: it starts a new episode")
+                self.obs[i] = self.reset_with_new_seed(i)
+                self.restarted[i] = True
+
+
+# --------------------------------------------------------------------------------------------------
+# Networks
+# --------------------------------------------------------------------------------------------------
+
+
+def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
+    """Orthogonal weights of gain std, constant bias (G9; baselines a2c/utils.py)."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+def mlp(inputs, hidden_sizes, outputs, std):
+    """Tanh layers (M6) and a linear one of gain std."""
+    layers = []
+    for size in hidden_sizes:
+        layers += [layer_init(nn.Linear(inputs, size)), nn.Tanh()]
+        inputs = size
+    return nn.Sequential(*layers, layer_init(nn.Linear(inputs, outputs), std))
+
+
+def numpy_mlp(network):
+    """A network, with a copy of its weights, as a function of arrays (n, inputs) -> (n, outputs).
+
+    During a rollout the weights are frozen, and on a few observations numpy takes 10 us where
+    PyTorch takes 45. Networks of other layers than these play in PyTorch.
+    """
+    network = copy.deepcopy(network).cpu().requires_grad_(False)
+    if not all(isinstance(layer, nn.Linear | nn.Tanh) for layer in network):
+        return lambda x: network(torch.from_numpy(x)).numpy()
+    layers = []
+    for layer in network:
+        if isinstance(layer, nn.Linear):
+            layers.append(partial(numpy_linear, layer.weight.numpy().T.copy(), layer.bias.numpy()))
+        else:
+            layers.append(np.tanh)
+
+    def forward(x):
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    return forward
+
+
+def numpy_linear(weight, bias, x):
+    return x.dot(weight) + bias  # three times as fast as x @ weight + bias
+
+
+class Agent(nn.Module):
+    """Policy and value in separate networks."""
+
+    def __init__(self, obs_dim, num_actions, hidden_sizes):
+        super().__init__()
+        self.critic = mlp(obs_dim, hidden_sizes, 1, std=1.0)
+        self.actor = mlp(obs_dim, hidden_sizes, num_actions, std=0.01)
+
+    def forward(self, obs, actions):
+        """obs (n, obs_dim), actions int64 (n,) -> logprobs, entropy, values, each (n,)."""
+        all_logprobs = self.actor(obs).log_softmax(1)
+        logprobs = all_logprobs.gather(1, actions[:, None]).squeeze(1)
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(1)
+        return logprobs, entropy, self.value(obs)
+
+    def value(self, obs):
+        """obs (n, obs_dim) -> values (n,)."""
+        return self.critic(obs).squeeze(1)
+
+    def noise(self, num_steps, num_envs):
+        """Gumbel noise: argmax(logits + noise) is a sample of softmax(logits)."""
+        shape = num_steps, num_envs, self.actor[-1].out_features
+        return -torch.empty(shape).exponential_().log().numpy()
+
+    def policy(self):
+        """The policy, with a copy of its weights, as a function of arrays.
+
+        obs (n, obs_dim), a row of noise (n, num_actions) -> actions; noise 0.0: the likeliest.
+        """
+        logits = numpy_mlp(self.actor)
+        return lambda obs, noise: (logits(obs) + noise).argmax(1)
+
+
+# --------------------------------------------------------------------------------------------------
+# PPO
+# --------------------------------------------------------------------------------------------------
+
+PER_CALL = 2  # minibatches in a compiled call: faster than one; four compile for too long
+METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl")
+
+
+def rollout(agent, envs, num_steps):
+    """Plays num_steps in each environment (G10).
+
+    Returns arrays (num_steps, num_envs, ...): obs and actions as they are, float32 rewards, bool
+    terminations and truncations; and for each episode that ended its last step in this rollout and
+    the Episode.
+    """
+    policy = agent.policy()
+    noise = agent.noise(num_steps, len(envs.obs))
+    steps = []
+    episodes = []
+    for step in range(num_steps):
+        obs = envs.obs.copy()
+        actions = policy(obs, noise[step])
+        rewards, terminations, truncations, ended = envs.step(actions)
+        steps.append((obs, actions, rewards, terminations, truncations))
+        episodes += [(step, episode) for episode in ended]
+    obs, actions, rewards, terminations, truncations = map(np.stack, zip(*steps))
+    return obs, actions, rewards.astype(np.float32), terminations, truncations, episodes
+
+
+def compute_advantages(rewards, values, next_values, terminations, dones, gamma, gae_lambda):
+    """Generalized advantage estimation (G2): https://arxiv.org/abs/1506.02438.
+
+    All arrays (num_steps, num_envs), float32 or bool. next_values: of the observation that truly
+    followed each step, before any reset; after a termination they don't count. The sum ends with
+    the episode, at dones.
+    """
+    deltas = rewards + gamma * np.where(terminations, 0.0, next_values) - values
+    decays = gamma * gae_lambda * ~dones  # float64, and so is the running sum
+    advantages = np.zeros_like(deltas)
+    advantage = np.zeros_like(deltas[0])
+    for step in reversed(range(len(deltas))):
+        advantage = deltas[step] + decays[step] * advantage
+        advantages[step] = advantage
+    return advantages
+
+
+def predict(agent, obs, actions, last_obs, episodes, device):
+    """Values and log-probabilities of a rollout in one pass, since its weights were frozen.
+
+    Arrays: obs and actions (num_steps, num_envs, ...); last_obs (num_envs, obs_dim): the current
+    observations; episodes: those that ended, as of rollout. Returns the batch, tensors (n, ...),
+    its values as an array (num_steps, num_envs), and next_values: a step's next value is that of
+    the following step, but after an episode's end that of its final observation.
+    """
+    batch = {
+        "obs": torch.from_numpy(obs).flatten(0, 1).to(device),
+        "actions": torch.from_numpy(actions).flatten(0, 1).to(device),
+    }
+    bootstrap_obs = np.stack([*last_obs, *(episode.final_obs for _, episode in episodes)])
+    with torch.no_grad():
+        batch["logprobs"], _, batch["values"] = agent(batch["obs"], batch["actions"])
+        bootstrap_values = agent.value(torch.from_numpy(bootstrap_obs).to(device)).cpu().numpy()
+    values = batch["values"].cpu().numpy().reshape(obs.shape[:2])
+    last_values, final_values = np.split(bootstrap_values, [len(last_obs)])
+    next_values = np.concatenate((values[1:], last_values[None]))
+    for (step, episode), final_value in zip(episodes, final_values):
+        next_values[step, episode.env] = final_value
+    return batch, values, next_values
+
+
+def explained_variance(values, returns):
+    """1 - Var[returns - values] / Var[returns], arrays; nan where all returns are equal."""
+    variance = np.var(returns)
+    if variance == 0:
+        return np.nan
+    return 1 - np.var(returns - values) / variance
+
+
+def ppo_loss(agent, batch, coefs, args):
+    """PPO-Penalty's loss on a minibatch: returns it and its metrics, float32 (5,).
+
+    batch: obs and actions as the agent takes them, and logprobs, advantages, returns (n,).
+    """
+    logprobs, entropy, values = agent(batch["obs"], batch["actions"])
+    logratio = logprobs - batch["logprobs"]
+    ratio = logratio.exp()
+
+    advantages = batch["advantages"]
+    if args.norm_adv:  # G3
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    policy_loss = (-advantages * ratio).mean()
+    value_loss = 0.5 * ((values - batch["returns"]) ** 2).mean()
+
+    entropy = entropy.mean()
+    loss = policy_loss - coefs["ent_coef"] * entropy + coefs["vf_coef"] * value_loss  # G5
+
+    old_approx_kl = (-logratio).mean()
+    approx_kl = ((ratio - 1) - logratio).mean()  # http://joschu.net/blog/kl-approx.html
+    loss = loss + coefs["kl_coef"] * approx_kl  # equation 8 of the paper
+    metrics = (policy_loss, value_loss, entropy, old_approx_kl, approx_kl)
+    return loss, torch.stack(metrics).detach()
+
+
+class KLController:
+    """Adapts the penalty's coefficient and the learning rate to the KL of each iteration.
+
+    The coefficient as in section 4 of the paper, the learning rate as in rl_games.
+    """
+
+    def __init__(self, kl_target, learning_rate):
+        self.kl_target = kl_target
+        self.kl_coef = 1.0
+        self.learning_rate = learning_rate
+
+    def update(self, kl):
+        """Adapts both after an iteration that has changed the policy by kl."""
+        ratio = kl / self.kl_target
+        if ratio > 1.5:
+            self.kl_coef = min(self.kl_coef * 2, 1e6)
+        elif ratio < 1 / 1.5:
+            self.kl_coef = max(self.kl_coef / 2, 1e-6)
+        if ratio > 2:
+            self.learning_rate = max(self.learning_rate / 1.5, 1e-6)
+        elif ratio < 0.5:
+            self.learning_rate = min(self.learning_rate * 1.5, 1e-2)
+
+    def state_dict(self):
+        return {"kl_coef": self.kl_coef, "learning_rate": self.learning_rate}
+
+    def load_state_dict(self, state):
+        self.kl_coef = state["kl_coef"]
+        self.learning_rate = state["learning_rate"]
+
+
+def clip_grads(grads, max_norm):
+    """Scales gradients down to the norm max_norm if theirs, all together, is larger (G8)."""
+    norm = torch.stack([grad.norm() for grad in grads]).norm()
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return [grad * scale for grad in grads]
+
+
+class Adam(nn.Module):
+    """Adam with tensors for all that changes, so that a step compiles together with the loss (G11).
+
+    torch.optim.Adam takes four times as long there. An nn.Module for its state_dict().
+    """
+
+    def __init__(self, params, eps=1e-5):
+        super().__init__()
+        self.params = list(params)
+        self.eps = eps
+        self.register_buffer("steps", torch.zeros((), device=self.params[0].device))
+        self.exp_avg = nn.ParameterList(torch.zeros_like(x) for x in self.params)
+        self.exp_avg_sq = nn.ParameterList(torch.zeros_like(x) for x in self.params)
+
+    @torch.no_grad()
+    def step(self, grads, lr):
+        self.steps += 1
+        correction = torch.sqrt(1 - 0.999**self.steps)
+        step_size = lr / (1 - 0.9**self.steps)
+        for param, grad, m, v in zip(self.params, grads, self.exp_avg, self.exp_avg_sq):
+            m.lerp_(grad, 0.1)
+            v.lerp_(grad * grad, 0.001)
+            param -= step_size * m / (v.sqrt() / correction + self.eps)
+
+
+def update_minibatches(optimizer, agent, batch, indices, coefs, args):
+    """A step of Adam for each row of indices (k, minibatch_size); returns sums of the metrics."""
+    total = 0.0
+    for row in indices.unbind():
+        minibatch = {name: x[row] for name, x in batch.items()}
+        loss, metrics = ppo_loss(agent, minibatch, coefs, args)
+        grads = torch.autograd.grad(loss, optimizer.params)
+        optimizer.step(clip_grads(grads, coefs["max_grad_norm"]), coefs["lr"])
+        total = total + metrics
+    return total
+
+
+def update(step_minibatches, optimizer, agent, batch, coefs, args):
+    """PPO's epochs over a batch; returns the metrics, averaged over all minibatches.
+
+    step_minibatches: update_minibatches, compiled or not.
+    """
+    epochs = []
+    for _ in range(args.update_epochs):
+        indices = torch.randperm(len(batch["obs"])).view(args.num_minibatches, -1)  # G7
+        indices = indices.to(batch["obs"].device)
+        sums = []
+        for rows in indices.split(math.gcd(args.num_minibatches, PER_CALL)):
+            sums.append(step_minibatches(optimizer, agent, batch, rows, coefs, args))
+        epochs.append(torch.stack(sums).sum(0) / args.num_minibatches)
+        approx_kl = epochs[-1][METRICS.index("approx_kl")]
+        if args.target_kl is not None and approx_kl > args.target_kl:  # X3
+            break
+    return torch.stack(epochs).mean(0).cpu()
+
+
+def compile_or_not(function, args, device):
+    """Returns function, compiled; with --no-compile, or without a working compiler, as it is.
+
+    In the second case it sets args.compile, so that a resume has the same bits wherever it is.
+    """
+    if not args.compile:
+        return function
+    print("compiling the update: up to half a minute, the first time", flush=True)
+    options = {}
+    if device.type == "cpu":
+        # Without the threshold, beta ** steps is computed again for every eight weights
+        options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}
+    try:  # on something small
+        torch.compile(torch.sin, options=options)(torch.ones(1, device=device))
+    except Exception as error:  # whatever is missing (compiler, headers, cache) is in the message
+        print(f"running without compilation, slower: {error}")
+        args.compile = False
+        return function
+    torch._dynamo.config.trace_autograd_ops = True  # else it can't compile torch.autograd.grad
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+
+
+def evaluate(agent, envs, args, video_dir, step=None):
+    """Plays --eval-episodes episodes with deterministic actions; returns them.
+
+    In an environment of its own, with other seeds than the training's envs, and during the
+    training (at a step) with others each time, so that best.pt isn't the best at a few starts.
+    """
+    seed = (args.seed, 1) if step is None else (args.seed, 2, step)
+    if video_dir:
+        video_dir = video_dir / ("end" if step is None else f"step-{step}")
+    # The limit is for those environments that might never end an episode
+    envs = envs.for_evaluation(make_env(args.env_id, video_dir, max_steps=100000), seed)
+    policy = agent.policy()
+    episodes = []
+    while len(episodes) < args.eval_episodes:
+        _, _, _, ended = envs.step(policy(envs.obs, 0.0))
+        episodes += ended
+    envs.close()
+    return episodes
+
+
+# --------------------------------------------------------------------------------------------------
+# Training
+# --------------------------------------------------------------------------------------------------
+
+if __name__ == "__main__":
+    args, saved = read_flags()
+    check_args(args)
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+    torch.set_num_threads(args.num_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = args.total_timesteps // batch_size
+    run = Run(args, saved, num_iterations * batch_size)
+    video_dir = run.folder / "videos" if args.capture_video else None
+    envs = [make_env(args.env_id) for _ in range(args.num_envs)]
+    envs = VecEnv(envs, args.seed, np.float32)
+    agent = Agent(envs.obs.shape[1], envs.action_space.n, args.hidden_sizes).to(device)
+    if args.evaluate or args.init_from:
+        run.load(agent=agent)
+    if args.evaluate:
+        run.finish(evaluate(agent, envs, args, video_dir))
+        sys.exit()
+    optimizer = Adam(agent.parameters())
+    controller = KLController(args.kl_target, args.learning_rate)
+    run.restore(agent=agent, optimizer=optimizer, controller=controller, envs=envs)
+    step_minibatches = compile_or_not(update_minibatches, args, device)
+
+    for iteration in run.iterations():  # counted from 0
+        remaining = 1.0 - iteration / num_iterations
+        coefs = {
+            "lr": args.learning_rate * (remaining if args.anneal_lr else 1.0),  # G6
+            "kl_coef": controller.kl_coef,
+            "ent_coef": args.ent_coef,
+            "vf_coef": args.vf_coef,
+            "max_grad_norm": args.max_grad_norm,
+        }
+        if args.adaptive_lr:
+            coefs["lr"] = controller.learning_rate
+        # As tensors: for each new float the compiled update would be compiled again
+        coefs = {name: torch.tensor(value, device=device) for name, value in coefs.items()}
+
+        obs, actions, rewards, terminations, truncations, episodes = rollout(
+            agent, envs, args.num_steps
+        )
+        batch, values, next_values = predict(agent, obs, actions, envs.obs, episodes, device)
+        dones = terminations | truncations
+        if not args.bootstrap_truncated:
+            terminations = dones
+        advantages = compute_advantages(
+            rewards, values, next_values, terminations, dones, args.gamma, args.gae_lambda
+        )
+        returns = advantages + values
+        batch["advantages"] = torch.from_numpy(advantages).flatten().to(device)
+        batch["returns"] = torch.from_numpy(returns).flatten().to(device)
+        metrics = update(step_minibatches, optimizer, agent, batch, coefs, args)
+
+        run.check_finite(metrics)
+        with torch.no_grad():
+            logprobs, _, _ = agent(batch["obs"], batch["actions"])
+        logratio = logprobs - batch["logprobs"]
+        controller.update((logratio.exp() - 1 - logratio).mean().item())
+        for step, episode in episodes:
+            run.log_episode(run.global_step + (step + 1) * args.num_envs, episode)
+        run.global_step += batch_size
+        scalars = {f"losses/{name}": value for name, value in zip(METRICS, metrics)}
+        scalars["losses/explained_variance"] = explained_variance(values, returns)
+        scalars["losses/kl_coef"] = coefs["kl_coef"]
+        scalars["charts/learning_rate"] = coefs["lr"]
+        run.log(scalars)
+        if args.eval_interval > 0 and (iteration + 1) % args.eval_interval == 0:
+            run.log_evaluation(evaluate(agent, envs, args, video_dir, run.global_step))
+
+    envs.close()
+    run.finish(evaluate(agent, envs, args, video_dir))
