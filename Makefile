@@ -1,10 +1,11 @@
 # make install: .venv with all packages; make train: a trained HalfCheetah; make test: lint and tests; make test-engines:
 # sweeps on a real Docker, Slurm and Ray; make results: the committed figures and tables, redrawn from the committed CSVs.
+# make sync: a definition that scripts share, copied from the script it was changed in to all others.
 # All of them install first where that hasn't been done.
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: install train test test-engines results lint
+.PHONY: install train test test-engines results lint sync
 
 install: .venv/installed
 
@@ -20,6 +21,9 @@ test-engines: .venv/installed
 
 results: .venv/installed
 	$(RUN) -m benchmark.report.results
+
+sync: .venv/installed
+	$(RUN) tests/sync.py
 
 lint: .venv/installed
 	$(RUN) -m ruff format --check .

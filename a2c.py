@@ -168,7 +168,7 @@ def check_changes(old, new):
     for name in changed - free - {"total_timesteps"}:
         check(False, f"the run was made with {name} = {old[name]}: leave that flag out")
     for name in SCHEDULES:
-        fits = "total_timesteps" not in changed or not old[name]
+        fits = "total_timesteps" not in changed or old[name] is None or old[name] is False
         advice = "start a new run with --init-from"
         check(fits, f"--total-timesteps can't change, since {name} depends on it: {advice}")
 
@@ -221,6 +221,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         describe = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
         git = subprocess.run(describe, shell=True, capture_output=True, text=True)
+        versions = {package.name: package.version for package in distributions()}
         config = {
             "args": asdict(self.args),
             "defaults": asdict(Args()),
@@ -228,7 +229,7 @@ class Run:
             "command": sys.argv,
             "git_commit": git.stdout.strip(),
             "machine": self.machine,
-            "versions": {package.name: package.version for package in distributions()},
+            "versions": {"python": platform.python_version(), **versions},
         }
         (folder / "config.json").write_text(json.dumps(config, indent=2))
         (folder / SCRIPT).write_bytes(Path(__file__).read_bytes())
@@ -314,7 +315,8 @@ class Run:
     def iterations(self):
         """Yields the numbers of the iterations that are left, and saves the run between them.
 
-        After Ctrl-C or SIGTERM the program ends when the iteration does; after two, at once.
+        After Ctrl-C or SIGTERM the program ends when the iteration does; after one more Ctrl-C, at
+        once.
         """
         self.warn()
         self.open_logs()
@@ -348,7 +350,7 @@ class Run:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def on_signal(self, signum, frame):
-        if self.stop_signal:
+        if self.stop_signal and signum == signal.SIGINT:
             raise KeyboardInterrupt
         self.stop_signal = signum
         os.write(2, b"\nthe run stops after this iteration, or at once with one more Ctrl-C\n")
@@ -431,8 +433,10 @@ def make_env(env_id, video_dir=None, max_steps=None):
 
     video_dir: for a film of its first episode; max_steps: where an episode is cut at the latest.
     """
+    options = {"render_mode": "rgb_array"} if video_dir else {}
+    if video_dir and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
     try:
-        options = {"render_mode": "rgb_array"} if video_dir else {}
         env = gym.make(env_id, disable_env_checker=True, **options)
     except (gym.error.Error, ImportError) as error:
         check(False, f"can't make {env_id}: {error}")
@@ -446,7 +450,8 @@ def make_env(env_id, video_dir=None, max_steps=None):
     if max_steps:
         env = gym.wrappers.TimeLimit(env, max_steps)
     if video_dir:
-        env = gym.wrappers.RecordVideo(env, video_dir, episode_trigger=lambda number: number == 0)
+        env = gym.wrappers.RecordVideo(env, video_dir, lambda number: number == 0)
+    env = gym.wrappers.TransformReward(env, float)  # sums of float32 numbers would be less exact
     env = gym.wrappers.RecordEpisodeStatistics(env, stats_key="statistics")
     if not isinstance(space, gym.spaces.Box):
         env = gym.wrappers.FlattenObservation(env)
@@ -484,9 +489,8 @@ class VecEnv:
         self.seed_counts = np.zeros(len(envs), np.int64)
         self.actions = [[] for _ in envs]  # of each environment, since its last seed
         first_obs = [self.reset_with_new_seed(i) for i in range(len(envs))]
-        self.obs = np.stack(first_obs).astype(
-            dtype
-        )  # reset() may give integers where step() doesn't
+        # Of that dtype, since reset() may give integers where step() doesn't
+        self.obs = np.stack(first_obs).astype(dtype)
 
     def reset_with_new_seed(self, i):
         """Starts an episode of environment i with its next seed; returns its observation."""
@@ -531,8 +535,9 @@ class VecEnv:
                 episodes.append(episode)
         return rewards, terminations, truncations, episodes
 
-    def for_evaluation(self, env, seed):
-        """The same for another environment, which an evaluation plays."""
+    def for_evaluation(self, env_id, seed, video_dir):
+        """The same for one environment, which an evaluation plays."""
+        env = make_env(env_id, video_dir, max_steps=100000)  # some might never end an episode
         return VecEnv([env], seed, self.obs.dtype)
 
     def close(self):
@@ -586,13 +591,15 @@ def numpy_mlp(network):
     During a rollout the weights are frozen, and on a few observations numpy takes 10 us where
     PyTorch takes 45. Networks of other layers than these play in PyTorch.
     """
-    network = copy.deepcopy(network).cpu().requires_grad_(False)
     if not all(isinstance(layer, nn.Linear | nn.Tanh) for layer in network):
+        network = copy.deepcopy(network).cpu().requires_grad_(False)
         return lambda x: network(torch.from_numpy(x)).numpy()
     layers = []
     for layer in network:
         if isinstance(layer, nn.Linear):
-            layers.append(partial(numpy_linear, layer.weight.numpy().T.copy(), layer.bias.numpy()))
+            weight = layer.weight.detach().cpu().numpy().T.copy()
+            bias = layer.bias.detach().cpu().numpy().copy()
+            layers.append(partial(numpy_linear, weight, bias))
         else:
             layers.append(np.tanh)
 
@@ -687,7 +694,7 @@ def compute_advantages(rewards, values, next_values, terminations, dones, gamma,
 
 
 def predict(agent, obs, actions, last_obs, episodes, device):
-    """Values and log-probabilities of a rollout in one pass, since its weights were frozen.
+    """Values of a rollout in one pass, since its weights were frozen.
 
     Arrays: obs and actions (num_steps, num_envs, ...); last_obs (num_envs, obs_dim): the current
     observations; episodes: those that ended, as of rollout. Returns the batch, tensors (n, ...),
@@ -700,9 +707,9 @@ def predict(agent, obs, actions, last_obs, episodes, device):
     }
     bootstrap_obs = np.stack([*last_obs, *(episode.final_obs for _, episode in episodes)])
     with torch.no_grad():
-        batch["logprobs"], _, batch["values"] = agent(batch["obs"], batch["actions"])
+        values = agent.value(batch["obs"])
         bootstrap_values = agent.value(torch.from_numpy(bootstrap_obs).to(device)).cpu().numpy()
-    values = batch["values"].cpu().numpy().reshape(obs.shape[:2])
+    values = values.cpu().numpy().reshape(obs.shape[:2])
     last_values, final_values = np.split(bootstrap_values, [len(last_obs)])
     next_values = np.concatenate((values[1:], last_values[None]))
     for (step, episode), final_value in zip(episodes, final_values):
@@ -797,8 +804,8 @@ def compile_or_not(function, args, device):
     """
     if not args.compile:
         return function
-    print("compiling the update: up to half a minute, the first time", flush=True)
-    options = {}
+    print(f"compiling {function.__name__}: up to half a minute, the first time", flush=True)
+    options = {"triton.cudagraphs": True}  # on a GPU a graph starts all kernels at once
     if device.type == "cpu":
         # Without the threshold, beta ** steps is computed again for every eight weights
         options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}
@@ -821,8 +828,7 @@ def evaluate(agent, envs, args, video_dir, step=None):
     seed = (args.seed, 1) if step is None else (args.seed, 2, step)
     if video_dir:
         video_dir = video_dir / ("end" if step is None else f"step-{step}")
-    # The limit is for those environments that might never end an episode
-    envs = envs.for_evaluation(make_env(args.env_id, video_dir, max_steps=100000), seed)
+    envs = envs.for_evaluation(args.env_id, seed, video_dir)
     policy = agent.policy()
     episodes = []
     while len(episodes) < args.eval_episodes:
@@ -848,11 +854,11 @@ if __name__ == "__main__":
 
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    run = Run(args, saved, num_iterations * batch_size)
-    video_dir = run.folder / "videos" if args.capture_video else None
     envs = [make_env(args.env_id) for _ in range(args.num_envs)]
     envs = VecEnv(envs, args.seed, np.float32)
     agent = Agent(envs.obs.shape[1], envs.action_space.n, args.hidden_sizes).to(device)
+    run = Run(args, saved, num_iterations * batch_size)
+    video_dir = run.folder / "videos" if args.capture_video else None
     if args.evaluate or args.init_from:
         run.load(agent=agent)
     if args.evaluate:

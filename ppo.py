@@ -176,7 +176,7 @@ def check_changes(old, new):
     for name in changed - free - {"total_timesteps"}:
         check(False, f"the run was made with {name} = {old[name]}: leave that flag out")
     for name in SCHEDULES:
-        fits = "total_timesteps" not in changed or not old[name]
+        fits = "total_timesteps" not in changed or old[name] is None or old[name] is False
         advice = "start a new run with --init-from"
         check(fits, f"--total-timesteps can't change, since {name} depends on it: {advice}")
 
@@ -229,6 +229,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         describe = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
         git = subprocess.run(describe, shell=True, capture_output=True, text=True)
+        versions = {package.name: package.version for package in distributions()}
         config = {
             "args": asdict(self.args),
             "defaults": asdict(Args()),
@@ -236,7 +237,7 @@ class Run:
             "command": sys.argv,
             "git_commit": git.stdout.strip(),
             "machine": self.machine,
-            "versions": {package.name: package.version for package in distributions()},
+            "versions": {"python": platform.python_version(), **versions},
         }
         (folder / "config.json").write_text(json.dumps(config, indent=2))
         (folder / SCRIPT).write_bytes(Path(__file__).read_bytes())
@@ -322,7 +323,8 @@ class Run:
     def iterations(self):
         """Yields the numbers of the iterations that are left, and saves the run between them.
 
-        After Ctrl-C or SIGTERM the program ends when the iteration does; after two, at once.
+        After Ctrl-C or SIGTERM the program ends when the iteration does; after one more Ctrl-C, at
+        once.
         """
         self.warn()
         self.open_logs()
@@ -356,7 +358,7 @@ class Run:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def on_signal(self, signum, frame):
-        if self.stop_signal:
+        if self.stop_signal and signum == signal.SIGINT:
             raise KeyboardInterrupt
         self.stop_signal = signum
         os.write(2, b"\nthe run stops after this iteration, or at once with one more Ctrl-C\n")
@@ -439,8 +441,10 @@ def make_env(env_id, video_dir=None, max_steps=None):
 
     video_dir: for a film of its first episode; max_steps: where an episode is cut at the latest.
     """
+    options = {"render_mode": "rgb_array"} if video_dir else {}
+    if video_dir and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
     try:
-        options = {"render_mode": "rgb_array"} if video_dir else {}
         env = gym.make(env_id, disable_env_checker=True, **options)
     except (gym.error.Error, ImportError) as error:
         check(False, f"can't make {env_id}: {error}")
@@ -454,7 +458,8 @@ def make_env(env_id, video_dir=None, max_steps=None):
     if max_steps:
         env = gym.wrappers.TimeLimit(env, max_steps)
     if video_dir:
-        env = gym.wrappers.RecordVideo(env, video_dir, episode_trigger=lambda number: number == 0)
+        env = gym.wrappers.RecordVideo(env, video_dir, lambda number: number == 0)
+    env = gym.wrappers.TransformReward(env, float)  # sums of float32 numbers would be less exact
     env = gym.wrappers.RecordEpisodeStatistics(env, stats_key="statistics")
     if not isinstance(space, gym.spaces.Box):
         env = gym.wrappers.FlattenObservation(env)
@@ -492,9 +497,8 @@ class VecEnv:
         self.seed_counts = np.zeros(len(envs), np.int64)
         self.actions = [[] for _ in envs]  # of each environment, since its last seed
         first_obs = [self.reset_with_new_seed(i) for i in range(len(envs))]
-        self.obs = np.stack(first_obs).astype(
-            dtype
-        )  # reset() may give integers where step() doesn't
+        # Of that dtype, since reset() may give integers where step() doesn't
+        self.obs = np.stack(first_obs).astype(dtype)
 
     def reset_with_new_seed(self, i):
         """Starts an episode of environment i with its next seed; returns its observation."""
@@ -539,8 +543,9 @@ class VecEnv:
                 episodes.append(episode)
         return rewards, terminations, truncations, episodes
 
-    def for_evaluation(self, env, seed):
-        """The same for another environment, which an evaluation plays."""
+    def for_evaluation(self, env_id, seed, video_dir):
+        """The same for one environment, which an evaluation plays."""
+        env = make_env(env_id, video_dir, max_steps=100000)  # some might never end an episode
         return VecEnv([env], seed, self.obs.dtype)
 
     def close(self):
@@ -594,13 +599,15 @@ def numpy_mlp(network):
     During a rollout the weights are frozen, and on a few observations numpy takes 10 us where
     PyTorch takes 45. Networks of other layers than these play in PyTorch.
     """
-    network = copy.deepcopy(network).cpu().requires_grad_(False)
     if not all(isinstance(layer, nn.Linear | nn.Tanh) for layer in network):
+        network = copy.deepcopy(network).cpu().requires_grad_(False)
         return lambda x: network(torch.from_numpy(x)).numpy()
     layers = []
     for layer in network:
         if isinstance(layer, nn.Linear):
-            layers.append(partial(numpy_linear, layer.weight.numpy().T.copy(), layer.bias.numpy()))
+            weight = layer.weight.detach().cpu().numpy().T.copy()
+            bias = layer.bias.detach().cpu().numpy().copy()
+            layers.append(partial(numpy_linear, weight, bias))
         else:
             layers.append(np.tanh)
 
@@ -709,7 +716,10 @@ def predict(agent, obs, actions, last_obs, episodes, device):
     }
     bootstrap_obs = np.stack([*last_obs, *(episode.final_obs for _, episode in episodes)])
     with torch.no_grad():
-        batch["logprobs"], _, batch["values"] = agent(batch["obs"], batch["actions"])
+        # In pieces, which fit into the processor's caches
+        pieces = zip(batch["obs"].split(128), batch["actions"].split(128))
+        outputs = zip(*(agent(*piece) for piece in pieces))
+        batch["logprobs"], _, batch["values"] = map(torch.cat, outputs)
         bootstrap_values = agent.value(torch.from_numpy(bootstrap_obs).to(device)).cpu().numpy()
     values = batch["values"].cpu().numpy().reshape(obs.shape[:2])
     last_values, final_values = np.split(bootstrap_values, [len(last_obs)])
@@ -813,10 +823,10 @@ def update(step_minibatches, optimizer, agent, batch, coefs, args):
     for _ in range(args.update_epochs):
         indices = torch.randperm(len(batch["obs"])).view(args.num_minibatches, -1)  # G7
         indices = indices.to(batch["obs"].device)
-        sums = []
+        total = 0.0
         for rows in indices.split(math.gcd(args.num_minibatches, PER_CALL)):
-            sums.append(step_minibatches(optimizer, agent, batch, rows, coefs, args))
-        epochs.append(torch.stack(sums).sum(0) / args.num_minibatches)
+            total = total + step_minibatches(optimizer, agent, batch, rows, coefs, args)
+        epochs.append(total / args.num_minibatches)
         approx_kl = epochs[-1][METRICS.index("approx_kl")]
         if args.target_kl is not None and approx_kl > args.target_kl:  # X3
             break
@@ -830,8 +840,8 @@ def compile_or_not(function, args, device):
     """
     if not args.compile:
         return function
-    print("compiling the update: up to half a minute, the first time", flush=True)
-    options = {}
+    print(f"compiling {function.__name__}: up to half a minute, the first time", flush=True)
+    options = {"triton.cudagraphs": True}  # on a GPU a graph starts all kernels at once
     if device.type == "cpu":
         # Without the threshold, beta ** steps is computed again for every eight weights
         options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}
@@ -854,8 +864,7 @@ def evaluate(agent, envs, args, video_dir, step=None):
     seed = (args.seed, 1) if step is None else (args.seed, 2, step)
     if video_dir:
         video_dir = video_dir / ("end" if step is None else f"step-{step}")
-    # The limit is for those environments that might never end an episode
-    envs = envs.for_evaluation(make_env(args.env_id, video_dir, max_steps=100000), seed)
+    envs = envs.for_evaluation(args.env_id, seed, video_dir)
     policy = agent.policy()
     episodes = []
     while len(episodes) < args.eval_episodes:
@@ -881,11 +890,11 @@ if __name__ == "__main__":
 
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    run = Run(args, saved, num_iterations * batch_size)
-    video_dir = run.folder / "videos" if args.capture_video else None
     envs = [make_env(args.env_id) for _ in range(args.num_envs)]
     envs = VecEnv(envs, args.seed, np.float32)
     agent = Agent(envs.obs.shape[1], envs.action_space.n, args.hidden_sizes).to(device)
+    run = Run(args, saved, num_iterations * batch_size)
+    video_dir = run.folder / "videos" if args.capture_video else None
     if args.evaluate or args.init_from:
         run.load(agent=agent)
     if args.evaluate:

@@ -37,7 +37,6 @@ Diff it against ppo_atari.py.
     python ppo_atari_vector.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 10000000
 """
 
-import atexit
 import copy
 import json
 import math
@@ -54,6 +53,10 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
+
+# PyTorch's threads are to wait briefly and then sleep, else a busy program beside this one costs
+# most of its speed. Read when torch is imported
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import ale_py
 import gymnasium as gym
@@ -186,7 +189,7 @@ def check_changes(old, new):
     for name in changed - free - {"total_timesteps"}:
         check(False, f"the run was made with {name} = {old[name]}: leave that flag out")
     for name in SCHEDULES:
-        fits = "total_timesteps" not in changed or not old[name]
+        fits = "total_timesteps" not in changed or old[name] is None or old[name] is False
         advice = "start a new run with --init-from"
         check(fits, f"--total-timesteps can't change, since {name} depends on it: {advice}")
 
@@ -239,6 +242,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         describe = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
         git = subprocess.run(describe, shell=True, capture_output=True, text=True)
+        versions = {package.name: package.version for package in distributions()}
         config = {
             "args": asdict(self.args),
             "defaults": asdict(Args()),
@@ -246,7 +250,7 @@ class Run:
             "command": sys.argv,
             "git_commit": git.stdout.strip(),
             "machine": self.machine,
-            "versions": {package.name: package.version for package in distributions()},
+            "versions": {"python": platform.python_version(), **versions},
         }
         (folder / "config.json").write_text(json.dumps(config, indent=2))
         (folder / SCRIPT).write_bytes(Path(__file__).read_bytes())
@@ -332,7 +336,8 @@ class Run:
     def iterations(self):
         """Yields the numbers of the iterations that are left, and saves the run between them.
 
-        After Ctrl-C or SIGTERM the program ends when the iteration does; after two, at once.
+        After Ctrl-C or SIGTERM the program ends when the iteration does; after one more Ctrl-C, at
+        once.
         """
         self.warn()
         self.open_logs()
@@ -366,7 +371,7 @@ class Run:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def on_signal(self, signum, frame):
-        if self.stop_signal:
+        if self.stop_signal and signum == signal.SIGINT:
             raise KeyboardInterrupt
         self.stop_signal = signum
         os.write(2, b"\nthe run stops after this iteration, or at once with one more Ctrl-C\n")
@@ -485,7 +490,6 @@ class AtariVecEnv:
         self.env_id = env_id
         self.video_dir = video_dir
         self.emulators = make_emulators(env_id, num_envs, min(num_threads, num_envs))
-        atexit.register(self.close)
         self.action_space = self.emulators.single_action_space
         self.opening = np.array([0])  # after a lost life a no-op (A3)
         if ale_py.Action.FIRE in self.emulators.ale.get_action_set():
@@ -583,14 +587,12 @@ class AtariVecEnv:
             self.reset_with_new_seeds(truncations | (games_over & long_ago))
         return episodes
 
-    def for_evaluation(self, seed, video_dir):
+    def for_evaluation(self, env_id, seed, video_dir):
         """The same with one game, which an evaluation plays."""
-        return AtariVecEnv(self.env_id, 1, seed, 1, video_dir)
+        return AtariVecEnv(env_id, 1, seed, 1, video_dir)
 
     def close(self):
-        """Frees the emulators, of which nanobind complains if they outlive Python."""
-        atexit.unregister(self.close)
-        self.emulators = None
+        self.emulators = None  # ends their threads
 
     def state_dict(self):
         return {
@@ -768,7 +770,10 @@ def predict(agent, obs, actions, last_obs, episodes, device):
     }
     bootstrap_obs = np.stack([*last_obs, *(episode.final_obs for _, episode in episodes)])
     with torch.no_grad():
-        batch["logprobs"], _, batch["values"] = agent(batch["obs"], batch["actions"])
+        # In pieces, which fit into the processor's caches
+        pieces = zip(batch["obs"].split(128), batch["actions"].split(128))
+        outputs = zip(*(agent(*piece) for piece in pieces))
+        batch["logprobs"], _, batch["values"] = map(torch.cat, outputs)
         bootstrap_values = agent.value(torch.from_numpy(bootstrap_obs).to(device)).cpu().numpy()
     values = batch["values"].cpu().numpy().reshape(obs.shape[:2])
     last_values, final_values = np.split(bootstrap_values, [len(last_obs)])
@@ -890,7 +895,7 @@ def compile_or_not(function, args, device):
     if not args.compile:
         return function
     print(f"compiling {function.__name__}: up to half a minute, the first time", flush=True)
-    options = {"triton.cudagraphs": True}  # on a GPU: a graph starts all kernels at once
+    options = {"triton.cudagraphs": True}  # on a GPU a graph starts all kernels at once
     if device.type == "cpu":
         # Without the threshold, beta ** steps is computed again for every eight weights
         options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}
@@ -913,7 +918,7 @@ def evaluate(agent, envs, args, video_dir, step=None):
     seed = (args.seed, 1) if step is None else (args.seed, 2, step)
     if video_dir:
         video_dir = video_dir / ("end" if step is None else f"step-{step}")
-    envs = envs.for_evaluation(seed, video_dir)
+    envs = envs.for_evaluation(args.env_id, seed, video_dir)
     policy = agent.policy()
     episodes = []
     while len(episodes) < args.eval_episodes:
@@ -939,10 +944,10 @@ if __name__ == "__main__":
 
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    run = Run(args, saved, num_iterations * batch_size)
-    video_dir = run.folder / "videos" if args.capture_video else None
     envs = AtariVecEnv(args.env_id, args.num_envs, args.seed, args.num_threads)
     agent = Agent(envs.action_space.n, args.amp).to(device)
+    run = Run(args, saved, num_iterations * batch_size)
+    video_dir = run.folder / "videos" if args.capture_video else None
     if args.evaluate or args.init_from:
         run.load(agent=agent)
     if args.evaluate:
@@ -952,8 +957,6 @@ if __name__ == "__main__":
     run.restore(agent=agent, optimizer=optimizer, envs=envs)
     step_minibatches = compile_or_not(update_minibatches, args, device)
     player = Player(agent, args, device)
-    for tensor in (*optimizer.params, *optimizer.parameters(), *optimizer.buffers()):
-        torch._dynamo.mark_static_address(tensor)  # a CUDA graph may write to it in place
 
     for iteration in run.iterations():  # counted from 0
         remaining = 1.0 - iteration / num_iterations

@@ -176,7 +176,7 @@ def check_changes(old, new):
     for name in changed - free - {"total_timesteps"}:
         check(False, f"the run was made with {name} = {old[name]}: leave that flag out")
     for name in SCHEDULES:
-        fits = "total_timesteps" not in changed or not old[name]
+        fits = "total_timesteps" not in changed or old[name] is None or old[name] is False
         advice = "start a new run with --init-from"
         check(fits, f"--total-timesteps can't change, since {name} depends on it: {advice}")
 
@@ -229,6 +229,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         describe = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
         git = subprocess.run(describe, shell=True, capture_output=True, text=True)
+        versions = {package.name: package.version for package in distributions()}
         config = {
             "args": asdict(self.args),
             "defaults": asdict(Args()),
@@ -236,7 +237,7 @@ class Run:
             "command": sys.argv,
             "git_commit": git.stdout.strip(),
             "machine": self.machine,
-            "versions": {package.name: package.version for package in distributions()},
+            "versions": {"python": platform.python_version(), **versions},
         }
         (folder / "config.json").write_text(json.dumps(config, indent=2))
         (folder / SCRIPT).write_bytes(Path(__file__).read_bytes())
@@ -322,7 +323,8 @@ class Run:
     def iterations(self):
         """Yields the numbers of the iterations that are left, and saves the run between them.
 
-        After Ctrl-C or SIGTERM the program ends when the iteration does; after two, at once.
+        After Ctrl-C or SIGTERM the program ends when the iteration does; after one more Ctrl-C, at
+        once.
         """
         self.warn()
         self.open_logs()
@@ -356,7 +358,7 @@ class Run:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def on_signal(self, signum, frame):
-        if self.stop_signal:
+        if self.stop_signal and signum == signal.SIGINT:
             raise KeyboardInterrupt
         self.stop_signal = signum
         os.write(2, b"\nthe run stops after this iteration, or at once with one more Ctrl-C\n")
@@ -439,8 +441,10 @@ def make_env(env_id, video_dir=None, max_steps=None):
 
     video_dir: for a film of its first episode; max_steps: where an episode is cut at the latest.
     """
+    options = {"render_mode": "rgb_array"} if video_dir else {}
+    if video_dir and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
     try:
-        options = {"render_mode": "rgb_array"} if video_dir else {}
         env = gym.make(env_id, disable_env_checker=True, **options)
     except (gym.error.Error, ImportError) as error:
         check(False, f"can't make {env_id}: {error}")
@@ -454,7 +458,8 @@ def make_env(env_id, video_dir=None, max_steps=None):
     if max_steps:
         env = gym.wrappers.TimeLimit(env, max_steps)
     if video_dir:
-        env = gym.wrappers.RecordVideo(env, video_dir, episode_trigger=lambda number: number == 0)
+        env = gym.wrappers.RecordVideo(env, video_dir, lambda number: number == 0)
+    env = gym.wrappers.TransformReward(env, float)  # sums of float32 numbers would be less exact
     env = gym.wrappers.RecordEpisodeStatistics(env, stats_key="statistics")
     if not isinstance(space, gym.spaces.Box):
         env = gym.wrappers.FlattenObservation(env)
@@ -492,9 +497,8 @@ class VecEnv:
         self.seed_counts = np.zeros(len(envs), np.int64)
         self.actions = [[] for _ in envs]  # of each environment, since its last seed
         first_obs = [self.reset_with_new_seed(i) for i in range(len(envs))]
-        self.obs = np.stack(first_obs).astype(
-            dtype
-        )  # reset() may give integers where step() doesn't
+        # Of that dtype, since reset() may give integers where step() doesn't
+        self.obs = np.stack(first_obs).astype(dtype)
 
     def reset_with_new_seed(self, i):
         """Starts an episode of environment i with its next seed; returns its observation."""
@@ -539,8 +543,9 @@ class VecEnv:
                 episodes.append(episode)
         return rewards, terminations, truncations, episodes
 
-    def for_evaluation(self, env, seed):
-        """The same for another environment, which an evaluation plays."""
+    def for_evaluation(self, env_id, seed, video_dir):
+        """The same for one environment, which an evaluation plays."""
+        env = make_env(env_id, video_dir, max_steps=100000)  # some might never end an episode
         return VecEnv([env], seed, self.obs.dtype)
 
     def close(self):
@@ -810,46 +815,17 @@ def ppo_loss(agent, batch, coefs, args):
     return loss, torch.stack(metrics).detach()
 
 
-def clip_grads(grads, max_norm):
-    """Scales gradients down to the norm max_norm if theirs, all together, is larger (G8)."""
-    norm = torch.stack([grad.norm() for grad in grads]).norm()
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    return [grad * scale for grad in grads]
-
-
-class Adam(nn.Module):
-    """Adam with tensors for all that changes, so that a step compiles together with the loss (G11).
-
-    torch.optim.Adam takes four times as long there. An nn.Module for its state_dict().
-    """
-
-    def __init__(self, params, eps=1e-5):
-        super().__init__()
-        self.params = list(params)
-        self.eps = eps
-        self.register_buffer("steps", torch.zeros((), device=self.params[0].device))
-        self.exp_avg = nn.ParameterList(torch.zeros_like(x) for x in self.params)
-        self.exp_avg_sq = nn.ParameterList(torch.zeros_like(x) for x in self.params)
-
-    @torch.no_grad()
-    def step(self, grads, lr):
-        self.steps += 1
-        correction = torch.sqrt(1 - 0.999**self.steps)
-        step_size = lr / (1 - 0.9**self.steps)
-        for param, grad, m, v in zip(self.params, grads, self.exp_avg, self.exp_avg_sq):
-            m.lerp_(grad, 0.1)
-            v.lerp_(grad * grad, 0.001)
-            param -= step_size * m / (v.sqrt() / correction + self.eps)
-
-
 def update_minibatches(optimizer, agent, batch, indices, coefs, args):
     """A step of Adam for each row of indices (k, minibatch_size); returns sums of the metrics."""
+    optimizer.param_groups[0]["lr"] = coefs["lr"]
     total = 0.0
     for row in indices.unbind():
         minibatch = {name: x[row] for name, x in batch.items()}
         loss, metrics = ppo_loss(agent, minibatch, coefs, args)
-        grads = torch.autograd.grad(loss, optimizer.params)
-        optimizer.step(clip_grads(grads, coefs["max_grad_norm"]), coefs["lr"])
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(agent.parameters(), coefs["max_grad_norm"])  # G8
+        optimizer.step()
         total = total + metrics
     return total
 
@@ -863,10 +839,10 @@ def update(step_minibatches, optimizer, agent, batch, coefs, args):
     for _ in range(args.update_epochs):
         indices = torch.randperm(len(batch["obs"])).view(args.num_minibatches, -1)  # G7
         indices = indices.to(batch["obs"].device)
-        sums = []
+        total = 0.0
         for rows in indices.split(math.gcd(args.num_minibatches, PER_CALL)):
-            sums.append(step_minibatches(optimizer, agent, batch, rows, coefs, args))
-        epochs.append(torch.stack(sums).sum(0) / args.num_minibatches)
+            total = total + step_minibatches(optimizer, agent, batch, rows, coefs, args)
+        epochs.append(total / args.num_minibatches)
         approx_kl = epochs[-1][METRICS.index("approx_kl")]
         if args.target_kl is not None and approx_kl > args.target_kl:  # X3
             break
@@ -882,8 +858,7 @@ def evaluate(agent, envs, args, video_dir, step=None):
     seed = (args.seed, 1) if step is None else (args.seed, 2, step)
     if video_dir:
         video_dir = video_dir / ("end" if step is None else f"step-{step}")
-    # The limit is for those environments that might never end an episode
-    envs = envs.for_evaluation(make_env(args.env_id, video_dir, max_steps=100000), seed)
+    envs = envs.for_evaluation(args.env_id, seed, video_dir)
     policy = agent.policy()
     memory = Memory(agent, num_envs=1)
     episodes = []
@@ -912,17 +887,17 @@ if __name__ == "__main__":
 
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    run = Run(args, saved, num_iterations * batch_size)
-    video_dir = run.folder / "videos" if args.capture_video else None
     envs = [make_env(args.env_id) for _ in range(args.num_envs)]
     envs = VecEnv(envs, args.seed, np.float32)
     agent = Agent(envs.obs.shape[1], envs.action_space.n, args).to(device)
+    run = Run(args, saved, num_iterations * batch_size)
+    video_dir = run.folder / "videos" if args.capture_video else None
     if args.evaluate or args.init_from:
         run.load(agent=agent)
     if args.evaluate:
         run.finish(evaluate(agent, envs, args, video_dir))
         sys.exit()
-    optimizer = Adam(agent.parameters())
+    optimizer = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # G11
     memory = Memory(agent, args.num_envs)
     run.restore(agent=agent, optimizer=optimizer, memory=memory, envs=envs)
     if args.resume:
@@ -950,15 +925,8 @@ if __name__ == "__main__":
             rewards, values, next_values, terminations, dones, args.gamma, args.gae_lambda
         )
         returns = advantages + values
-        batch = {
-            "obs": obs,
-            "actions": actions,
-            "logprobs": logprobs,
-            "values": values,
-            "dones": dones,
-            "advantages": advantages,
-            "returns": returns,
-        }
+        batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "values": values}
+        batch |= {"dones": dones, "advantages": advantages, "returns": returns}
         # Its rows are environments, with their steps in order (l4)
         batch = {name: torch.from_numpy(x).transpose(0, 1).to(device) for name, x in batch.items()}
         batch["memory"] = start_memory

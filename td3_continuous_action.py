@@ -175,7 +175,7 @@ def check_changes(old, new):
     for name in changed - free - {"total_timesteps"}:
         check(False, f"the run was made with {name} = {old[name]}: leave that flag out")
     for name in SCHEDULES:
-        fits = "total_timesteps" not in changed or not old[name]
+        fits = "total_timesteps" not in changed or old[name] is None or old[name] is False
         advice = "start a new run with --init-from"
         check(fits, f"--total-timesteps can't change, since {name} depends on it: {advice}")
 
@@ -228,6 +228,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         describe = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
         git = subprocess.run(describe, shell=True, capture_output=True, text=True)
+        versions = {package.name: package.version for package in distributions()}
         config = {
             "args": asdict(self.args),
             "defaults": asdict(Args()),
@@ -235,7 +236,7 @@ class Run:
             "command": sys.argv,
             "git_commit": git.stdout.strip(),
             "machine": self.machine,
-            "versions": {package.name: package.version for package in distributions()},
+            "versions": {"python": platform.python_version(), **versions},
         }
         (folder / "config.json").write_text(json.dumps(config, indent=2))
         (folder / SCRIPT).write_bytes(Path(__file__).read_bytes())
@@ -321,7 +322,8 @@ class Run:
     def iterations(self):
         """Yields the numbers of the iterations that are left, and saves the run between them.
 
-        After Ctrl-C or SIGTERM the program ends when the iteration does; after two, at once.
+        After Ctrl-C or SIGTERM the program ends when the iteration does; after one more Ctrl-C, at
+        once.
         """
         self.warn()
         self.open_logs()
@@ -355,7 +357,7 @@ class Run:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def on_signal(self, signum, frame):
-        if self.stop_signal:
+        if self.stop_signal and signum == signal.SIGINT:
             raise KeyboardInterrupt
         self.stop_signal = signum
         os.write(2, b"\nthe run stops after this iteration, or at once with one more Ctrl-C\n")
@@ -452,8 +454,10 @@ def make_env(env_id, video_dir=None, max_steps=None):
 
     video_dir: for a film of its first episode; max_steps: where an episode is cut at the latest.
     """
+    options = {"render_mode": "rgb_array"} if video_dir else {}
+    if video_dir and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
     try:
-        options = {"render_mode": "rgb_array"} if video_dir else {}
         env = gym.make(env_id, disable_env_checker=True, **options)
     except (gym.error.Error, ImportError) as error:
         check(False, f"can't make {env_id}: {error}")
@@ -469,7 +473,8 @@ def make_env(env_id, video_dir=None, max_steps=None):
     if max_steps:
         env = gym.wrappers.TimeLimit(env, max_steps)
     if video_dir:
-        env = gym.wrappers.RecordVideo(env, video_dir, episode_trigger=lambda number: number == 0)
+        env = gym.wrappers.RecordVideo(env, video_dir, lambda number: number == 0)
+    env = gym.wrappers.TransformReward(env, float)  # sums of float32 numbers would be less exact
     env = gym.wrappers.RecordEpisodeStatistics(env, stats_key="statistics")
     if not isinstance(space, gym.spaces.Box):
         env = gym.wrappers.FlattenObservation(env)
@@ -505,9 +510,8 @@ class VecEnv:
         self.seed_counts = np.zeros(len(envs), np.int64)
         self.actions = [[] for _ in envs]  # of each environment, since its last seed
         first_obs = [self.reset_with_new_seed(i) for i in range(len(envs))]
-        self.obs = np.stack(first_obs).astype(
-            dtype
-        )  # reset() may give integers where step() doesn't
+        # Of that dtype, since reset() may give integers where step() doesn't
+        self.obs = np.stack(first_obs).astype(dtype)
 
     def reset_with_new_seed(self, i):
         """Starts an episode of environment i with its next seed; returns its observation."""
@@ -552,8 +556,9 @@ class VecEnv:
                 episodes.append(episode)
         return rewards, terminations, truncations, episodes
 
-    def for_evaluation(self, env, seed):
-        """The same for another environment, which an evaluation plays."""
+    def for_evaluation(self, env_id, seed, video_dir):
+        """The same for one environment, which an evaluation plays."""
+        env = make_env(env_id, video_dir, max_steps=100000)  # some might never end an episode
         return VecEnv([env], seed, self.obs.dtype)
 
     def close(self):
@@ -703,7 +708,7 @@ class ReplayBuffer:
         for name, values in columns.items():
             values = values.astype(self.rows[name].dtype)
             if not np.isfinite(values).all():
-                advice = "look into the environment, or try a lower --learning-rate"
+                advice = "fix the environment, then use --resume"
                 sys.exit(f"error: {name} of step {self.count} are not finite: {advice}")
             self.rows[name][places] = values
         self.count += n
@@ -932,8 +937,8 @@ def compile_or_not(function, args, device):
     """
     if not args.compile:
         return function
-    print("compiling the update: up to half a minute, the first time", flush=True)
-    options = {}
+    print(f"compiling {function.__name__}: up to half a minute, the first time", flush=True)
+    options = {"triton.cudagraphs": True}  # on a GPU a graph starts all kernels at once
     if device.type == "cpu":
         # Without the threshold, beta ** steps is computed again for every eight weights
         options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}
@@ -956,8 +961,7 @@ def evaluate(agent, normalizer, envs, args, video_dir, step=None):
     seed = (args.seed, 1) if step is None else (args.seed, 2, step)
     if video_dir:
         video_dir = video_dir / ("end" if step is None else f"step-{step}")
-    # The limit is for those environments that might never end an episode
-    envs = envs.for_evaluation(make_env(args.env_id, video_dir, max_steps=100000), seed)
+    envs = envs.for_evaluation(args.env_id, seed, video_dir)
     episodes = []
     while len(episodes) < args.eval_episodes:
         _, _, _, ended = envs.step(agent.act(normalizer.normalize_obs(envs.obs)))
@@ -981,19 +985,19 @@ if __name__ == "__main__":
     torch.manual_seed(args.seed)
 
     num_iterations = args.total_timesteps // args.num_envs
-    run = Run(args, saved, num_iterations * args.num_envs)
-    video_dir = run.folder / "videos" if args.capture_video else None
     envs = VecEnv([make_env(args.env_id) for _ in range(args.num_envs)], args.seed, np.float64)
     normalizer = Normalizer(envs, args)
     obs_dim = envs.obs.shape[1]
     action_dim = gym.spaces.flatdim(envs.action_space)
     agent = Agent(obs_dim, action_dim, args.hidden_sizes).to(device)
+    run = Run(args, saved, num_iterations * args.num_envs)
+    video_dir = run.folder / "videos" if args.capture_video else None
     if args.evaluate or args.init_from:
-        for name in ("norm_obs", "norm_reward"):
-            same = saved["args"].get(name) == getattr(args, name)
-            check(same, f"the networks were trained with another {name}: give the same")
         run.load(agent=agent)
         normalizer.load_statistics(saved["normalizer"])
+        for name in ("norm_obs", "norm_reward"):
+            same = saved["args"][name] == getattr(args, name)
+            check(same, f"the networks were trained with another {name}: give the same")
     if args.evaluate:
         run.finish(evaluate(agent, normalizer, envs, args, video_dir))
         sys.exit()
@@ -1035,6 +1039,7 @@ if __name__ == "__main__":
             progress = iteration / max(num_iterations - 1, 1)
             actions = agent.act(normalizer.normalize_obs(obs)) + noise.sample(progress)
             actions = np.clip(actions, -1.0, 1.0)
+        run.check_finite(torch.from_numpy(actions))  # before they spoil the environment
 
         rewards, terminations, truncations, episodes = envs.step(actions)
         dones = terminations | truncations

@@ -162,7 +162,7 @@ def check_changes(old, new):
     for name in changed - free - {"total_timesteps"}:
         check(False, f"the run was made with {name} = {old[name]}: leave that flag out")
     for name in SCHEDULES:
-        fits = "total_timesteps" not in changed or not old[name]
+        fits = "total_timesteps" not in changed or old[name] is None or old[name] is False
         advice = "start a new run with --init-from"
         check(fits, f"--total-timesteps can't change, since {name} depends on it: {advice}")
 
@@ -215,6 +215,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         describe = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
         git = subprocess.run(describe, shell=True, capture_output=True, text=True)
+        versions = {package.name: package.version for package in distributions()}
         config = {
             "args": asdict(self.args),
             "defaults": asdict(Args()),
@@ -222,7 +223,7 @@ class Run:
             "command": sys.argv,
             "git_commit": git.stdout.strip(),
             "machine": self.machine,
-            "versions": {package.name: package.version for package in distributions()},
+            "versions": {"python": platform.python_version(), **versions},
         }
         (folder / "config.json").write_text(json.dumps(config, indent=2))
         (folder / SCRIPT).write_bytes(Path(__file__).read_bytes())
@@ -308,7 +309,8 @@ class Run:
     def iterations(self):
         """Yields the numbers of the iterations that are left, and saves the run between them.
 
-        After Ctrl-C or SIGTERM the program ends when the iteration does; after two, at once.
+        After Ctrl-C or SIGTERM the program ends when the iteration does; after one more Ctrl-C, at
+        once.
         """
         self.warn()
         self.open_logs()
@@ -342,7 +344,7 @@ class Run:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def on_signal(self, signum, frame):
-        if self.stop_signal:
+        if self.stop_signal and signum == signal.SIGINT:
             raise KeyboardInterrupt
         self.stop_signal = signum
         os.write(2, b"\nthe run stops after this iteration, or at once with one more Ctrl-C\n")
@@ -425,8 +427,10 @@ def make_env(env_id, video_dir=None, max_steps=None):
 
     video_dir: for a film of its first episode; max_steps: where an episode is cut at the latest.
     """
+    options = {"render_mode": "rgb_array"} if video_dir else {}
+    if video_dir and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
     try:
-        options = {"render_mode": "rgb_array"} if video_dir else {}
         env = gym.make(env_id, disable_env_checker=True, **options)
     except (gym.error.Error, ImportError) as error:
         check(False, f"can't make {env_id}: {error}")
@@ -440,7 +444,8 @@ def make_env(env_id, video_dir=None, max_steps=None):
     if max_steps:
         env = gym.wrappers.TimeLimit(env, max_steps)
     if video_dir:
-        env = gym.wrappers.RecordVideo(env, video_dir, episode_trigger=lambda number: number == 0)
+        env = gym.wrappers.RecordVideo(env, video_dir, lambda number: number == 0)
+    env = gym.wrappers.TransformReward(env, float)  # sums of float32 numbers would be less exact
     env = gym.wrappers.RecordEpisodeStatistics(env, stats_key="statistics")
     if not isinstance(space, gym.spaces.Box):
         env = gym.wrappers.FlattenObservation(env)
@@ -478,9 +483,8 @@ class VecEnv:
         self.seed_counts = np.zeros(len(envs), np.int64)
         self.actions = [[] for _ in envs]  # of each environment, since its last seed
         first_obs = [self.reset_with_new_seed(i) for i in range(len(envs))]
-        self.obs = np.stack(first_obs).astype(
-            dtype
-        )  # reset() may give integers where step() doesn't
+        # Of that dtype, since reset() may give integers where step() doesn't
+        self.obs = np.stack(first_obs).astype(dtype)
 
     def reset_with_new_seed(self, i):
         """Starts an episode of environment i with its next seed; returns its observation."""
@@ -525,8 +529,9 @@ class VecEnv:
                 episodes.append(episode)
         return rewards, terminations, truncations, episodes
 
-    def for_evaluation(self, env, seed):
-        """The same for another environment, which an evaluation plays."""
+    def for_evaluation(self, env_id, seed, video_dir):
+        """The same for one environment, which an evaluation plays."""
+        env = make_env(env_id, video_dir, max_steps=100000)  # some might never end an episode
         return VecEnv([env], seed, self.obs.dtype)
 
     def close(self):
@@ -580,13 +585,15 @@ def numpy_mlp(network):
     During a rollout the weights are frozen, and on a few observations numpy takes 10 us where
     PyTorch takes 45. Networks of other layers than these play in PyTorch.
     """
-    network = copy.deepcopy(network).cpu().requires_grad_(False)
     if not all(isinstance(layer, nn.Linear | nn.Tanh) for layer in network):
+        network = copy.deepcopy(network).cpu().requires_grad_(False)
         return lambda x: network(torch.from_numpy(x)).numpy()
     layers = []
     for layer in network:
         if isinstance(layer, nn.Linear):
-            layers.append(partial(numpy_linear, layer.weight.numpy().T.copy(), layer.bias.numpy()))
+            weight = layer.weight.detach().cpu().numpy().T.copy()
+            bias = layer.bias.detach().cpu().numpy().copy()
+            layers.append(partial(numpy_linear, weight, bias))
         else:
             layers.append(np.tanh)
 
@@ -759,8 +766,7 @@ def evaluate(agent, envs, args, video_dir, step=None):
     seed = (args.seed, 1) if step is None else (args.seed, 2, step)
     if video_dir:
         video_dir = video_dir / ("end" if step is None else f"step-{step}")
-    # The limit is for those environments that might never end an episode
-    envs = envs.for_evaluation(make_env(args.env_id, video_dir, max_steps=100000), seed)
+    envs = envs.for_evaluation(args.env_id, seed, video_dir)
     policy = agent.policy()
     episodes = []
     while len(episodes) < args.eval_episodes:
@@ -784,11 +790,11 @@ if __name__ == "__main__":
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
 
-    run = Run(args, saved, args.total_timesteps)
-    video_dir = run.folder / "videos" if args.capture_video else None
     envs = [make_env(args.env_id) for _ in range(args.num_envs)]
     envs = VecEnv(envs, args.seed, np.float32)
     agent = Agent(envs.obs.shape[1], envs.action_space.n, args.hidden_sizes).to(device)
+    run = Run(args, saved, args.total_timesteps)
+    video_dir = run.folder / "videos" if args.capture_video else None
     if args.evaluate or args.init_from:
         run.load(agent=agent)
     if args.evaluate:

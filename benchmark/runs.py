@@ -386,12 +386,10 @@ def versions_of(versions):
 
 def machine_of(config):
     """What config.json says about the machine, as a text."""
-    words = map(str, config.get("machine", ()))
-    machine = " ".join(word for word in words if not word.startswith("#"))
-    for name, unit in (("cores", "cores"), ("device", "")):
-        if name in config:
-            machine += f", {config[name]} {unit}".rstrip()
-    return machine
+    machine = config.get("machine", "")
+    if not isinstance(machine, dict):  # of an earlier version, or of a script of somebody's own
+        return str(machine)
+    return ", ".join(f"{name} {x}" for name, x in machine.items() if name != "torch")
 
 
 def summary_of(episodes):

@@ -32,7 +32,7 @@ from benchmark.store import (
     read_progress,
 )
 
-SILENT_S = 120  # s without a word after which a run's note says so
+SILENT_S = 300  # s without a word after which a run's note says so
 
 
 def read_rows(store):
@@ -80,7 +80,7 @@ def make_row(store, name, record, job):
         row["eta_s"] = finite(progress.get("eta_s"))
         row["note"] = note_of_running(store, name, job)
         if not progress and not row["note"]:
-            row["note"] = "no episode has ended yet"
+            row["note"] = "no episode is logged yet"
     if job["state"] == "finished" and total_steps is not None:
         row["step"] = total_steps  # its last episode ended earlier
     if returns:

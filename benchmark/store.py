@@ -210,8 +210,11 @@ class Store:
     def last_written(self, name):
         """Unix time of the last sign of life in a run's log or folder, 0 before the first."""
         run_dir = self.run_dir(name)
+        paths = [self.log_file(name), run_dir]
+        with contextlib.suppress(OSError):
+            paths += run_dir.iterdir()
         times = [0.0]
-        for path in (self.log_file(name), run_dir, run_dir / "episodes.csv"):
+        for path in paths:
             with contextlib.suppress(OSError):
                 times.append(path.stat().st_mtime)
         return max(times)

@@ -14,9 +14,9 @@ variants.
     default = {}
     no-norm-adv = { norm_adv = false }
 
-Only this module imports training scripts: each has a dataclass Args, and its parse_args checks the
-flags. Run holds everything that other modules need; the sweep writes it into its plan
-(benchmark/store.py).
+Only this module imports training scripts: each has a dataclass Args, and its read_flags and
+check_args check the flags. Run holds everything that other modules need; the sweep writes it into
+its plan (benchmark/store.py).
 """
 
 import contextlib
@@ -219,9 +219,10 @@ def load_script(name, suite_path):
         raise SuiteError(f"{suite_path}: can't import {script}: {what}") from None
     finally:
         sys.path.pop(0)
-    has_args = is_dataclass(getattr(module, "Args", None))
-    if not has_args or not callable(getattr(module, "parse_args", None)):
-        raise SuiteError(f"{suite_path}: {script} has no dataclass Args and no function parse_args")
+    functions = (getattr(module, name, None) for name in ("read_flags", "check_args"))
+    if not is_dataclass(getattr(module, "Args", None)) or not all(map(callable, functions)):
+        needs = "a dataclass Args and functions read_flags and check_args"
+        raise SuiteError(f"{suite_path}: {script} must have {needs}")
     return str(script), module
 
 
@@ -256,23 +257,22 @@ def parse(module, flags, path):
     if wrong:
         raise SuiteError(f"{path}: a suite can't set {', '.join(wrong)} for {script}")
     argv = sys.argv
-    hook = sys.excepthook
     places = list(sys.path)
     stderr = io.StringIO()
     try:
         sys.argv = [module.__file__, *words_of(flags)]
         with contextlib.redirect_stderr(stderr):
-            args, _ = module.parse_args()
+            args, _ = module.read_flags()
+            module.check_args(args)
         return args
     except Exception as error:
-        raise SuiteError(f"{path}: parse_args of {script} ends with {error!r}") from None
+        raise SuiteError(f"{path}: the check of {script}'s flags ends with {error!r}") from None
     except SystemExit:
         # Without the frame that tyro draws
         said = " ".join(re.sub(r"[^\x20-\x7e]", " ", stderr.getvalue()).split())
         raise SuiteError(f"{path}: {' '.join(words_of(flags))}: {said}") from None
     finally:
         sys.argv = argv
-        sys.excepthook = hook
         sys.path[:] = places
 
 

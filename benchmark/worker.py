@@ -12,8 +12,6 @@ Exit codes: 0 finished, 1 failed, 75 held by another worker, 143 stopped, to be 
 
 import argparse
 import ctypes
-import errno
-import fcntl
 import json
 import os
 import signal
@@ -30,6 +28,7 @@ from benchmark.store import (
     StoreError,
     hold,
     is_finished,
+    is_held,
     last_line,
     read_evaluation,
     read_progress,
@@ -55,15 +54,9 @@ def die_with_parent(signum=signal.SIGTERM):
 def in_use(run_dir):
     """Whether a script has the lock of a run's folder, maybe on another machine."""
     try:
-        file = open(run_dir / "lock")
-    except OSError:  # no script has come so far
+        return is_held(run_dir / "lock")
+    except NoLocks:
         return False
-    with file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno in (errno.EACCES, errno.EAGAIN)
-    return False
 
 
 def count_failure(job, step, error, lost=False):

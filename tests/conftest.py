@@ -32,18 +32,12 @@ def server():
 
 
 @pytest.fixture(autouse=True)
-def fixed_seeds():
+def fixed_seeds(monkeypatch):
     torch.set_num_threads(1)
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def what_read_flags_sets(monkeypatch):
-    """Is set back after each test."""
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # read_flags() adds to it
 
 
 @pytest.fixture
@@ -52,8 +46,7 @@ def run_script(monkeypatch, tmp_path):
 
     It must end with that exit code. Returns the module with its variables.
     """
-    signums = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {signum: signal.getsignal(signum) for signum in signums}
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.chdir(tmp_path)
 
     def run(path, *flags, code=0):
@@ -76,12 +69,13 @@ def run_script(monkeypatch, tmp_path):
 
 @pytest.fixture
 def refused(monkeypatch, capsys):
-    """refused(module, flags): the sentence with which parse_args ends the program, exit code 2."""
+    """refused(module, flags): the sentence with which it refuses its flags, exit code 2."""
 
     def parse(module, flags):
         monkeypatch.setattr(sys, "argv", [module.__file__, *flags])
         with pytest.raises(SystemExit) as stop:
-            module.parse_args()
+            args, _ = module.read_flags()
+            module.check_args(args)
         assert stop.value.code == 2
         return capsys.readouterr().err
 

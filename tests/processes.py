@@ -11,7 +11,6 @@ import importlib
 import io
 import json
 import os
-import resource
 import runpy
 import shlex
 import signal
@@ -24,8 +23,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 RUN = Path("runs/run")  # of --run-name run
-IMPORTS = ("ale_py", "cv2", "gymnasium", "imageio.v2", "torch", "torch._dynamo", "tyro", "tqdm")
-IMPORTS += ("torch.utils.tensorboard", "torch.optim.adam")
+IMPORTS = ("ale_py", "cv2", "filelock", "gymnasium", "torch", "torch._dynamo", "tyro", "tqdm")
+IMPORTS += ("torch.utils.tensorboard",)
 
 
 def variables(cwd, **env):
@@ -60,29 +59,22 @@ class Server:
         print(json.dumps(request), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
 
-    def start(self, script, cwd, flags, limit=None, ignored=(), **env):
+    def start(self, script, cwd, flags, **env):
         """Starts `python script flags` in the folder cwd; returns the Fork.
 
-        limit: bytes that a file may have; ignored: signals that are ignored at the start; env:
-        variables, as TOY_FAULT.
+        env: variables, as TOY_FAULT.
         """
         Path(cwd).mkdir(parents=True, exist_ok=True)
         output = Path(self.folder.name, str(self.started))
         self.started += 1
         argv = [str(script), *shlex.split(flags)]
-        pid = self.ask(
-            cwd=str(cwd),
-            argv=argv,
-            env=variables(cwd, **env),
-            output=str(output),
-            limit=limit,
-            ignored=ignored,
-        )
+        env = variables(cwd, **env)
+        pid = self.ask(cwd=str(cwd), argv=argv, env=env, output=str(output))
         return Fork(self, pid, argv, output)
 
-    def run(self, script, cwd, flags, **options):
+    def run(self, script, cwd, flags, **env):
         """Runs `python script flags` to its end; returns a subprocess.CompletedProcess."""
-        return self.start(script, cwd, flags, **options).wait()
+        return self.start(script, cwd, flags, **env).wait()
 
     def close(self):
         self.process.stdin.close()
@@ -118,20 +110,17 @@ class Fork:
             self.wait()
 
 
-def run_process(script, cwd, flags, **env):
-    """Runs `python script flags` in a process of its own, as a user does."""
-    start = (
-        "import runpy, sys, toys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], None, "
-        "'__main__')"
-    )
+def run_process(script, cwd, flags, python_flags="", stdin="", **env):
+    """Runs `python python_flags script flags` in a process of its own, as a user does."""
     cwd.mkdir(parents=True, exist_ok=True)
     return subprocess.run(
-        [sys.executable, "-c", start, str(script), *shlex.split(flags)],
+        [sys.executable, *shlex.split(python_flags), str(script), *shlex.split(flags)],
         cwd=cwd,
         env=variables(cwd, **env),
+        input=stdin,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
 
 
@@ -139,6 +128,13 @@ def load_checkpoint(run_dir, name="checkpoint.pt"):
     import torch
 
     return torch.load(run_dir / name, weights_only=True)
+
+
+def edit_checkpoint(run_dir, name="checkpoint.pt", **parts):
+    """Puts other parts in the place of a checkpoint's."""
+    import torch
+
+    torch.save(load_checkpoint(run_dir, name) | parts, run_dir / name)
 
 
 def leaves(x, name=""):
@@ -165,27 +161,25 @@ def episode_rows(run_dir):
 
 
 def events(run_dir):
-    """All scalars physically present in all event files, sorted: [(tag, step, value)]."""
+    """The scalars that TensorBoard shows, [(tag, step, value)] in the order they were logged.
+
+    A file may begin by taking back what the files before it have from a step on.
+    """
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
+    files = [list(LegacyEventFileLoader(str(path)).Load()) for path in run_dir.glob("events.*")]
     found = []
-    for path in run_dir.glob("events.*"):
-        for event in LegacyEventFileLoader(str(path)).Load():
+    for file in sorted(files, key=lambda file: file[0].wall_time):
+        for event in file:
+            if event.HasField("session_log"):
+                found = [scalar for scalar in found if scalar[1] < event.step]
             found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
-    return sorted(found, key=repr)
+    return found
 
 
-def replay_rows(run_dir, checkpoint):
-    """What a run may sample: the last rows of the ring in replay.bin, as bytes."""
-    import numpy as np
-
-    args = checkpoint["args"]
-    count = checkpoint["replay"]["count"]
-    total_steps = args["total_timesteps"] // args["num_envs"] * args["num_envs"]
-    size = min(args["buffer_size"], total_steps)
-    num_rows = size + args["checkpoint_interval"] + args["num_envs"]
-    rows = np.fromfile(run_dir / "replay.bin", np.uint8).reshape(num_rows, -1)
-    return rows[np.arange(max(count - size, 0), count) % num_rows]
+def scalars(run_dir, tag):
+    """{step: value}"""
+    return {step: value for name, step, value in events(run_dir) if name == tag}
 
 
 def progress(run_dir):
@@ -193,25 +187,27 @@ def progress(run_dir):
     return load_checkpoint(run_dir)["run"]
 
 
+def returns(run_dir):
+    """Those of the last evaluation."""
+    return json.loads((run_dir / "evaluation.json").read_text())["returns"]
+
+
 def outcome(run_dir):
     """{name: value} of all that must be the same for the same run: not times and flags."""
     results = {}
     for path in run_dir.glob("*.pt"):
         checkpoint = load_checkpoint(run_dir, path.name)
-        if path.name == "checkpoint.pt" and "replay" in checkpoint:
-            results["replay.bin"] = replay_rows(run_dir, checkpoint).tobytes()
-        del checkpoint["args"]
-        for name in ("wall_seconds", "wandb_id", "log_sizes"):
+        for name in ("args", "machine", "script"):
+            del checkpoint[name]
+        for name in ("wall_seconds", "wandb_id"):
             del checkpoint["run"][name]
         results |= leaves(checkpoint, path.stem)
     for i, row in enumerate(episode_rows(run_dir)):
         results[f"episodes/{i}"] = row | {"wall_seconds": None}
-    scalars = events(run_dir)
-    scalars = [(tag, step, None if tag == "charts/SPS" else x) for tag, step, x in scalars]
-    for i, scalar in enumerate(sorted(scalars, key=repr)):
+    logged = [(tag, step, None if tag == "charts/SPS" else x) for tag, step, x in events(run_dir)]
+    for i, scalar in enumerate(sorted(logged, key=repr)):
         results[f"events/{i}"] = scalar
-    results["header"] = (run_dir / "episodes.csv").read_text().split("\n")[0]
-    results["evaluation"] = json.loads((run_dir / "evaluation.json").read_text())
+    results["evaluation"] = returns(run_dir)
     return results
 
 
@@ -222,10 +218,20 @@ def differences(a, b):
 
 
 def contents(folder):
-    """{path: bytes, or None for a folder} of all that a folder has."""
+    """{path: bytes, or None for a folder} of all that a folder has, but for locks."""
     return {
-        path: path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))
+        path: path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+        if path.name != "lock"
     }
+
+
+def assert_fails(result, code, *words):
+    """It ended with this code, no stack trace, and a sentence on stderr that has these words."""
+    assert "Traceback" not in result.stdout + result.stderr, result.stderr
+    assert result.returncode == code, result.stdout + result.stderr
+    assert "error: " in result.stderr, result.stderr
+    assert not [word for word in words if word.lower() not in result.stderr.lower()], result.stderr
 
 
 def read_record(path):
@@ -264,11 +270,6 @@ def serve():
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor, suffix in (1, ".out"), (2, ".err"):
         os.dup2(os.open(request["output"] + suffix, os.O_WRONLY | os.O_CREAT), descriptor)
-    if request["limit"] is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"], request["limit"]))
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
-    for signum in request["ignored"]:
-        signal.signal(signum, signal.SIG_IGN)
     sys.argv = request["argv"]
     script = sys.argv[0]
     sys.path[:0] = [str(Path(script).parent), *os.environ["PYTHONPATH"].split(os.pathsep)]
@@ -279,9 +280,12 @@ def serve():
         runpy.run_path(script, run_name="__main__")
     except SystemExit as stop:
         code = stop.code or 0
-    except BaseException:
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException as error:
         sys.excepthook(*sys.exc_info())
-        code = 1
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
     leave(code)
 
 

@@ -27,12 +27,13 @@ gym.register_envs(ale_py)
 GAMES = sorted(name for name in gym.registry if name.startswith("ALE/") and name.endswith("-v5"))
 
 
-def play(env, actions):
-    """Steps env; returns what each step gave."""
+def play(envs, actions):
+    """Steps envs; returns what each step gave."""
     results = []
     for action in actions:
-        obs, *ends, info = env.step(action)
-        results.append((obs, *ends, info.get("final_obs"), info["lives"]))
+        *arrays, episodes = envs.step(action[None])
+        final_obs = [episode.final_obs for episode in episodes]
+        results.append((envs.obs.copy(), *arrays, np.array(final_obs)))
     return results
 
 
@@ -52,21 +53,20 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-def replay(script, env_id, num_steps, num_following, steps_per_seed):
+def replay(env_id, num_steps, num_following, steps_per_seed):
     """Plays num_steps at random and brings a new environment to where that has ended.
 
     Returns the number of recorded steps, in how many of the following steps the new environment
     did the same, in how many an environment did that was never saved, and the seconds of the
     replay.
     """
-    saved, unsaved, new = [script.make_env(env_id) for _ in range(3)]
-    for env in (saved, unsaved, new):
-        env.steps_per_seed = steps_per_seed
-    actions = np.random.default_rng(3).integers(saved.action_space.n, size=num_steps)
-    following = np.random.default_rng(4).integers(saved.action_space.n, size=num_following)
-    saved.reset(7)
-    unsaved.reset(7)
-    new.reset(8)
+    saved, unsaved, new = (
+        ppo_atari.VecEnv([ppo_atari.make_env(env_id)], 7, np.uint8, steps_per_seed)
+        for _ in range(3)
+    )
+    num_actions = saved.action_space.n
+    actions = np.random.default_rng(3).integers(num_actions, size=num_steps)
+    following = np.random.default_rng(4).integers(num_actions, size=num_following)
     for part in np.array_split(actions, 5):
         play(saved, part)
         state = through_a_file(saved.state_dict())
@@ -78,9 +78,9 @@ def replay(script, env_id, num_steps, num_following, steps_per_seed):
     results = play(saved, following)
     equal = count_equal(results, play(new, following))
     equal_unsaved = count_equal(results, play(unsaved, following))
-    for env in (saved, unsaved, new):
-        env.close()
-    return len(state["actions"]), equal, equal_unsaved, seconds
+    for envs in (saved, unsaved, new):
+        envs.close()
+    return len(state["actions"][0]), equal, equal_unsaved, seconds
 
 
 def write_row(row):
@@ -103,7 +103,7 @@ def test_a_game_comes_back_and_is_not_changed_by_being_saved(env_id, capsys):
     if has_noop != "NOOP":
         pytest.skip("it has no NOOP action")
     steps_per_seed = STEPS_PER_SEED[GAMES.index(env_id) % 2]
-    recorded, equal, equal_unsaved, seconds = replay(ppo_atari, env_id, 1500, 150, steps_per_seed)
+    recorded, equal, equal_unsaved, seconds = replay(env_id, 1500, 150, steps_per_seed)
     row = [game, env_id, recorded, equal, round(seconds, 2)]
     write_row(dict(zip(COLUMNS, row)))
     assert steps_per_seed == 400 or recorded == 1500

@@ -1,29 +1,25 @@
 """Toy environments for the tests of every script: small, random, and known to the last step.
 
-Continuous-v0 has Box actions, Multi-v0 and Discrete-v0 have discrete ones with masks that come and
-go, and the games are for the Atari scripts. Their ids for gym.make: toys:Continuous-v0 and the
+Continuous-v0 has Box actions, Discrete-v0 discrete ones, Multi-v0 two of them with masks that come
+and go, and the games are for the Atari scripts. Their ids for gym.make: toys:Continuous-v0 and the
 like; the games' have no module, so a process imports this one first. Ids with Both, Terminated,
-Truncated, Never, Each or Same behind the kind (toys:MultiBoth-v0, BothNoFrameskip-v4) are variants.
+Truncated, Never, Each or Same behind the kind (toys:MultiBoth-v0, ToyBothNoFrameskip-v4) are
+variants; others are at the end of this file.
 
 Variables of a process:
 
 TOY_FAULT   what happens in which step of all its environments: "SIGKILL 100" sends a signal,
-            "nan-reward 100" and "nan-observation 100" spoil the agent's first step from then on
-            that ends no episode, "error 100", "os-error 100" and "pipe-error 100" raise,
-            "short-observation 100" cuts all observations from then on; "SIGKILL 100@3" counts the
-            steps of environment number 3. "make-error 0" and "reset-error 0" raise in the first
-            call, with "bare-reset 0" reset() returns an observation alone, and "edit-script 0"
-            adds a line to the script that runs
+            "SIGINT,SIGINT 100" two, "nan-reward 100" and "nan-observation 100" spoil the agent's
+            first step from then on that ends no episode; "SIGKILL 100@3" counts the steps of
+            environment number 3. "save 3" kills the process in its third os.fsync(): when its logs
+            are on the disk, and the checkpoint is not
 TOY_END     the length of every episode
 TOY_RECORD  a file to which every reset and step is appended, as a line of JSON
 """
 
-import errno
 import json
 import os
-import random
 import signal
-import sys
 
 import gymnasium as gym
 import numpy as np
@@ -38,6 +34,20 @@ if RECORD:
 steps = 0  # of all environments of this process
 made = 0  # environments of this process
 spoilt = False  # whether a fault has given NaN
+fsync = os.fsync
+fsyncs = 0
+
+
+def fsync_or_die(descriptor):
+    global fsyncs
+    fsyncs += 1
+    if fsyncs == FAULT_STEP:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fsync(descriptor)
+
+
+if FAULT == "save":
+    os.fsync = fsync_or_die
 
 
 def record(**event):
@@ -50,8 +60,8 @@ class Toy(gym.Env):
 
     An episode has 3 to 17 steps. ends says how it ends: "mixed" is by termination after an odd
     number, else by truncation. In variant "same", observations depend on the step alone, and all
-    episodes are equally long. The last reward of an episode has luck in it: numbers drawn from the
-    generators of Python and NumPy.
+    episodes are equally long. Takes no action that isn't in its space, and no seed that a signed
+    integer of 32 bits can't hold.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 30}
@@ -60,11 +70,6 @@ class Toy(gym.Env):
 
     def __init__(self, ends="mixed", render_mode=None):
         global made
-        if FAULT == "edit-script":
-            with open(sys.argv[0], "a") as file:
-                file.write("# edited\n")
-        if FAULT == "make-error":
-            raise RuntimeError("a mistake of the toy's constructor")
         self.number = made
         made += 1
         self.steps = 0
@@ -82,9 +87,8 @@ class Toy(gym.Env):
         return np.array([*self.x, self.t], np.float64)
 
     def reset(self, seed=None, options=None):
+        assert seed is None or 0 <= seed < 2**31
         super().reset(seed=seed)
-        if FAULT == "reset-error":
-            raise RuntimeError("a mistake of the toy's reset")
         self.x = self.np_random.normal(size=2)
         self.t = 0
         self.end = self.draw_end()
@@ -95,24 +99,23 @@ class Toy(gym.Env):
         if "TOY_END" in os.environ:
             self.end = int(os.environ["TOY_END"])
         self.over = False
-        obs = self.observe()
         record(env=self.number, seed=seed, x=self.x.tolist())
-        return obs if FAULT == "bare-reset" else (obs, self.info())
+        return self.observe(), self.info()
 
     def step(self, action):
         global steps
         assert not self.over, "a step after the episode's end"
+        assert spoilt or self.action_space.contains(action), (
+            f"{action!r} is not in {self.action_space}"
+        )
         steps += 1
         self.steps += 1
         if FAULT_NUMBER in ("", str(self.number)):
             self.fail(self.steps if FAULT_NUMBER else steps)
         self.x = self.x + 0.1 * self.push(action) + 0.1 * self.np_random.normal(size=2)
         self.advance(action)
-        luck = [random.random(), np.random.random()]
         reward = self.reward(action)
         self.over = self.t == self.end and self.ends != "never"
-        if self.over:
-            reward += self.score(luck)
         odd = self.end % 2 == 1
         by_default = {"same": odd, "mixed": odd, "each": self.x[0] > 0}
         terminated = self.over and by_default.get(self.ends, self.ends in ("both", "terminated"))
@@ -122,14 +125,11 @@ class Toy(gym.Env):
         spoilt_before = spoilt
         if not isinstance(action, int):
             obs, reward = self.spoil(obs, reward)
-        if FAULT == "short-observation" and steps >= FAULT_STEP:
-            obs = obs[:1]
         record(
             env=self.number,
             action=np.asarray(action).tolist(),
             by_agent=not isinstance(action, int),
             mask=self.mask_of_step(),
-            luck=luck,
             reward=reward,
             terminated=bool(terminated),
             truncated=bool(truncated),
@@ -147,10 +147,6 @@ class Toy(gym.Env):
     def reward(self, action):
         return -float(self.x @ self.x)
 
-    def score(self, luck):
-        """What luck adds to the last reward."""
-        return 0.1 * sum(luck)
-
     def mask_of_step(self):
         """The mask that the action of this step had to keep to."""
         return None
@@ -162,12 +158,6 @@ class Toy(gym.Env):
         if step == FAULT_STEP and FAULT.startswith("SIG"):
             for name in FAULT.split(","):
                 os.kill(os.getpid(), getattr(signal, name))
-        if step == FAULT_STEP and FAULT == "error":
-            raise RuntimeError("a mistake of the toy")
-        if step == FAULT_STEP and FAULT == "os-error":
-            open("level.txt").close()
-        if step == FAULT_STEP and FAULT == "pipe-error":
-            raise BrokenPipeError(errno.EPIPE, "the simulator is gone")
 
     def spoil(self, obs, reward):
         global spoilt
@@ -188,19 +178,23 @@ class Continuous(Toy):
     action_space = gym.spaces.Box(np.array([-1.0, -2.0]), np.array([1.0, 2.0]), dtype=np.float64)
 
 
-class Multi(Toy):
-    """Two parts of an action. Half of the time there is a mask, which forbids the last of each."""
-
-    nvec = (4, 3)
-    action_space = gym.spaces.MultiDiscrete(nvec)
-    mask = None
-    kept_mask = None
+class Discrete(Toy):
+    action_space = gym.spaces.Discrete(4)
 
     def push(self, action):
         return np.resize(action, 2) - 1.0
 
     def reward(self, action):
         return float((np.ravel(action)[0] > 1) == (self.x[0] > 0))
+
+
+class Multi(Discrete):
+    """Two parts of an action. Half of the time there is a mask, which forbids the last of each."""
+
+    nvec = (4, 3)
+    action_space = gym.spaces.MultiDiscrete(nvec, dtype=np.uint8)
+    mask = None
+    kept_mask = None
 
     def info(self):
         self.mask = None
@@ -209,21 +203,15 @@ class Multi(Toy):
             for part in self.mask:
                 part[0] = 1
                 part[-1] = 0
-            return {"action_mask": self.mask[0] if len(self.nvec) == 1 else tuple(self.mask)}
+            return {"action_mask": tuple(self.mask)}
         return {}
 
     def mask_of_step(self):
         return None if self.kept_mask is None else [part.tolist() for part in self.kept_mask]
 
     def step(self, action):
-        assert self.action_space.contains(action), action
         self.kept_mask = self.mask
         return super().step(action)
-
-
-class Discrete(Multi):
-    nvec = (4,)
-    action_space = gym.spaces.Discrete(4)
 
 
 class Game(Toy):
@@ -269,9 +257,6 @@ class Game(Toy):
     def reward(self, action):
         return round(4 * self.x[0]) / 8
 
-    def score(self, luck):
-        return float(round(8 * sum(luck)))
-
     def info(self):
         return {"lives": self.lives}
 
@@ -288,19 +273,163 @@ class Game(Toy):
         return self.observe()
 
 
-class Wide(Continuous):
-    """With one more number to see."""
-
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (4,))
-
-    def observe(self):
-        return np.array([*super().observe(), 1.0])
-
-
-KINDS = {"toys:Continuous{}-v0": Continuous, "toys:Multi{}-v0": Multi}
-KINDS |= {"toys:Discrete{}-v0": Discrete, "Toy{}NoFrameskip-v4": Game}
+KINDS = {
+    "Continuous{}-v0": Continuous,
+    "Discrete{}-v0": Discrete,
+    "Multi{}-v0": Multi,
+    "Toy{}NoFrameskip-v4": Game,
+}
 for env_id, toy in KINDS.items():
     for ends in ("mixed", "both", "terminated", "truncated", "never", "each", "same"):
         name = "" if ends == "mixed" else ends.capitalize()
-        gym.register(env_id.format(name).removeprefix("toys:"), toy, kwargs={"ends": ends})
-gym.register("ContinuousWide-v0", Wide)
+        gym.register(env_id.format(name), toy, kwargs={"ends": ends})
+
+
+# What environments of other people do. Each wraps a toy: toys:ContinuousWhole-v0 and so on
+
+
+class Odd(gym.Wrapper):
+    spec = None  # gym.make sets it
+
+    def __init__(self, toy, **kwargs):
+        super().__init__(toy(**kwargs))
+
+    @property
+    def unwrapped(self):
+        return self
+
+
+class Whole(Odd):
+    """Its first observations are whole numbers."""
+
+    dtype = np.float64
+
+    def reset(self, **kwargs):
+        obs, info = self.env.reset(**kwargs)
+        return obs.round().astype(self.dtype), info
+
+
+class Integers(Whole):
+    """The same, as integers. All later ones have fractions."""
+
+    dtype = np.int64
+
+
+class Numbered(Odd):
+    """Says in each info which episode this is."""
+
+    episode = 0
+
+    def reset(self, **kwargs):
+        self.episode += 1
+        return self.env.reset(**kwargs)
+
+    def step(self, action):
+        *rest, info = self.env.step(action)
+        return *rest, info | {"episode": self.episode}
+
+
+class Wide(Odd):
+    """With one more number to see."""
+
+    def __init__(self, toy, **kwargs):
+        super().__init__(toy, **kwargs)
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (4,))
+
+    def reset(self, **kwargs):
+        obs, info = self.env.reset(**kwargs)
+        return np.append(obs, 1.0), info
+
+    def step(self, action):
+        obs, *rest = self.env.step(action)
+        return np.append(obs, 1.0), *rest
+
+
+class Words(gym.spaces.Space):
+    """A space of a package's own."""
+
+    def sample(self, mask=None, probability=None):
+        return "go"
+
+    def contains(self, x):
+        return isinstance(x, str)
+
+
+class Talking(Odd):
+    """Observes a word too, deep in a Dict."""
+
+    def __init__(self, toy, **kwargs):
+        super().__init__(toy, **kwargs)
+        words = gym.spaces.Dict(words=Words())
+        self.observation_space = gym.spaces.Dict(x=self.env.observation_space, task=words)
+
+    def reset(self, **kwargs):
+        obs, info = self.env.reset(**kwargs)
+        return {"x": obs, "task": {"words": "go"}}, info
+
+    def step(self, action):
+        obs, *rest = self.env.step(action)
+        return {"x": obs, "task": {"words": "go"}}, *rest
+
+
+class OldSpace:
+    """A space that is not gymnasium's, as one of the package gym."""
+
+    def __init__(self, space):
+        self.low = getattr(space, "low", None)
+        self.high = getattr(space, "high", None)
+        self.n = getattr(space, "n", None)
+        self.shape = space.shape
+        self.dtype = space.dtype
+
+
+class Old(Odd):
+    def __init__(self, toy, **kwargs):
+        super().__init__(toy, **kwargs)
+        self.action_space = OldSpace(self.env.action_space)
+
+
+class Half(Odd):
+    """Actions of float16."""
+
+    def __init__(self, toy, **kwargs):
+        super().__init__(toy, **kwargs)
+        self.action_space = gym.spaces.Box(-1.0, 1.0, (2,), np.float16)
+
+    def step(self, action):
+        assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
+        return self.env.step(action.astype(np.float64))
+
+
+class Returns(Odd):
+    """Returns in step() or reset() what it mustn't."""
+
+    def __init__(self, toy, what, **kwargs):
+        super().__init__(toy, **kwargs)
+        self.what = what
+
+    def reset(self, **kwargs):
+        obs, info = self.env.reset(**kwargs)
+        return {"alone": obs, "short": (obs[:1], info)}.get(self.what, (obs, info))
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        returned = {
+            "row": (obs, np.array([reward]), terminated, truncated, info),
+            "pair": (obs, np.array([reward, -reward]), terminated, truncated, info),
+            "four": (obs, reward, terminated, info),
+            "none": (obs, reward, terminated, truncated, None),
+            "late": (obs[:1], reward, terminated, truncated, info),
+        }
+        return returned.get(self.what, (obs, reward, terminated, truncated, info))
+
+
+RETURNS = ("row", "pair", "four", "none", "late", "alone", "short")
+for toy in (Continuous, Discrete, Multi):
+    kwargs = {"toy": toy}
+    for odd in (Whole, Integers, Numbered, Wide, Talking, Old):
+        gym.register(f"{toy.__name__}{odd.__name__}-v0", odd, kwargs=kwargs)
+    for what in RETURNS:
+        name = f"{toy.__name__}{what.capitalize()}-v0"
+        gym.register(name, Returns, kwargs=kwargs | {"what": what})
+gym.register("ContinuousHalf-v0", Half, kwargs={"toy": Continuous})

@@ -27,6 +27,8 @@ ALGORITHMS = (
     Algorithm("vpg", "the policy gradient (REINFORCE)", "ladder_cartpole", "CartPole-v1"),
     Algorithm("a2c", "actor and critic", "ladder_cartpole", "CartPole-v1"),
     Algorithm("ppo", "PPO, discrete actions", "ladder_cartpole", "CartPole-v1"),
+    Algorithm("ppo_mask", "PPO, MultiDiscrete actions and action masks", None, "CartPole-v1"),
+    Algorithm("ppo_penalty", "PPO-Penalty, learning rate by the KL", None, "CartPole-v1"),
     Algorithm("ppo_continuous_action", "PPO, continuous actions", "ppo_mujoco", HALF_CHEETAH),
     Algorithm("ppo_atari", "PPO, Atari games", "ppo_atari", PONG),
     Algorithm(
@@ -34,9 +36,6 @@ ALGORITHMS = (
     ),
     Algorithm("ppo_lstm", "PPO with memory", "ppo_lstm", MASKED),
     Algorithm("ppo_atari_lstm", "PPO with memory, Atari games", "ppo_atari_lstm", PONG),
-    Algorithm(
-        "ppo_atari_lstm_vector", "PPO with memory, Atari games, played in threads", None, PONG
-    ),
     Algorithm("ddpg_continuous_action", "DDPG", "ddpg_mujoco", HALF_CHEETAH),
     Algorithm("ddpg_lstm", "DDPG with memory", "ddpg_lstm", MASKED_PENDULUM),
     Algorithm("td3_continuous_action", "TD3", "td3_mujoco", HALF_CHEETAH),

@@ -13,11 +13,12 @@ All programs of a round run one after the other, on the CPU: with one thread for
 ppo_continuous_action, with all cores that they may use for the others. Ratios pair the runs of a
 round.
 
-Steady state: from the end of the first iteration (rollout and update; for DDPG, TD3 and SAC a
-hundred steps) to the end of the last. It has no start-up, compilation or final evaluation. Whole
-process: everything from the process's start to its end, with an evaluation of one episode, and what
-that comes to for 1M steps. The compiler's cache is empty in the first round and filled in the
-others. DDPG, TD3 and SAC learn from their 100th step on and evaluate nothing during the run.
+Steady state: from the end of the first iteration that learns (rollout and update; for DDPG, TD3 and
+SAC the second hundred steps) to the end of the last. It has no start-up, compilation or final
+evaluation. Whole process: everything from the process's start to its end, with an evaluation of one
+episode, and what that comes to for 1M steps. The compiler's cache is empty in the first round and
+filled in the others. DDPG, TD3 and SAC learn from their 100th step on and evaluate nothing during
+the run.
 """
 
 import sys

@@ -3,7 +3,7 @@
     python -m benchmark.speed.games --out games.csv
 
 writes a CSV and, beside it, a PNG of the same name. Each row is a process of its own, which times
-iterations: a rollout, of which the games and the policy are parts, and an update with random
+iterations: the games; the policy, which plays and then predicts values; and an update with random
 advantages. Threads are those of the games and of PyTorch. The first iteration, which compiles,
 doesn't count, nor does what else an iteration does.
 """
@@ -73,37 +73,34 @@ def work(env_id, amp, threads, num_envs, seconds):
     torch.manual_seed(1)
     torch.set_num_threads(threads)
     device = torch.device("cpu")
-    args = ppo.Args(env_id=env_id, num_envs=num_envs, emulator_threads=threads, amp=amp)
-    envs = ppo.Games(env_id, num_envs, seed=1, args=args)
-    agent = ppo.Agent(envs.num_actions, amp)
-    optimizer = ppo.FlatAdam(agent, eps=1e-5)
-    step_minibatches = ppo.compile_or_not(ppo.update_minibatches, args, device, "update")
-    policy = ppo.Policy(agent, args, device)
-    coefs = ppo.as_tensors(
-        device,
-        lr=args.learning_rate,
-        clip_coef=args.clip_coef,
-        ent_coef=args.ent_coef,
-        vf_coef=args.vf_coef,
-        max_grad_norm=args.max_grad_norm,
-    )
+    args = ppo.Args(env_id=env_id, num_envs=num_envs, num_threads=threads, amp=amp)
+    envs = ppo.AtariVecEnv(env_id, num_envs, 1, threads)
+    agent = ppo.Agent(envs.action_space.n, amp)
+    optimizer = ppo.Adam(agent.parameters())
+    step_minibatches = ppo.compile_or_not(ppo.update_minibatches, args, device)
+    player = ppo.Player(agent, args, device)
+    coefs = {"lr": args.learning_rate}
+    coefs |= {name: getattr(args, name) for name in ("clip_coef", "ent_coef", "vf_coef")}
+    coefs["max_grad_norm"] = args.max_grad_norm
+    coefs = {name: torch.tensor(value) for name, value in coefs.items()}
     envs.step = Clock(envs.step)
-    policy.step = Clock(policy.step)
+    act = Clock(player.policy())
+    player.policy = lambda: act
+    predict = Clock(ppo.predict)
     update = Clock(ppo.update)
-    clocks = (envs.step, policy.step, update)
+    clocks = (envs.step, act, predict, update)
 
     rows = []
     start = math.inf
     while len(rows) < 3 or time.perf_counter() < start + seconds:
         for clock in clocks:
             clock.seconds = 0.0
-        obs, actions, logprobs, values, *_ = ppo.rollout(policy, envs, args.num_steps)
-        batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "values": values}
-        batch = {name: torch.from_numpy(array).flatten(0, 1) for name, array in batch.items()}
+        obs, actions, *_, episodes = ppo.rollout(player, envs, args.num_steps)
+        batch, _, _ = predict(agent, obs, actions, envs.obs, episodes, device)
         batch["advantages"] = torch.randn(len(batch["values"]))
         batch["returns"] = batch["values"] + batch["advantages"]
         update(step_minibatches, optimizer, agent, batch, coefs, args)
-        rows.append([clock.seconds for clock in clocks])
+        rows.append((envs.step.seconds, act.seconds + predict.seconds, update.seconds))
         if len(rows) == 1:
             start = time.perf_counter()
     envs.close()

@@ -50,10 +50,7 @@ TASKS = {
     "ppo_atari_lstm": Task(
         "BreakoutNoFrameskip-v4", 1024, threads=CORES, steps=8192, atari=True, amp=True
     ),
-    "ppo_atari_lstm_vector": Task(
-        "BreakoutNoFrameskip-v4", 1024, threads=CORES, steps=10240, atari=True, amp=True
-    ),
-    # Stable-Baselines3 learns after its 100th step, so that its first iteration isn't seen
+    # These and Stable-Baselines3 learn after their 100th step, so that the first iteration is none
     **{
         f"{name}_continuous_action": Task(
             "HalfCheetah-v5", 100, threads=CORES, steps=3000, least_iterations=3, flags=REPLAY_FLAGS
@@ -271,7 +268,6 @@ SB3_MODELS = {
     "ppo_atari": sb3_ppo_atari,
     "ppo_atari_vector": sb3_ppo_atari,
     "ppo_atari_lstm": sb3_ppo_atari_lstm,
-    "ppo_atari_lstm_vector": sb3_ppo_atari_lstm,
     "ddpg_continuous_action": sb3_ddpg_continuous_action,
     "td3_continuous_action": sb3_td3_continuous_action,
     "sac_continuous_action": sb3_sac_continuous_action,
@@ -342,7 +338,7 @@ def flops_per_step(work):
     class Counter:
         """A SummaryWriter that counts, and ends the script after two iterations."""
 
-        def __init__(self, folder):
+        def __init__(self, folder, purge_step):
             pass
 
         def add_scalar(self, tag, value, step):

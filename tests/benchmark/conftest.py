@@ -40,7 +40,7 @@ class Args:
     fast: bool = True
     sizes: tuple = (1, 2)
 
-def parse_args():
+def read_flags():
     parser = argparse.ArgumentParser()
     for field in fields(Args):
         flag = "--" + field.name.replace("_", "-")
@@ -50,18 +50,20 @@ def parse_args():
         elif field.type is tuple:
             options = {"nargs": "*", "type": int}
         parser.add_argument(flag, default=field.default, **options)
-    args = Args(**vars(parser.parse_args()))
+    return Args(**vars(parser.parse_args())), None
+
+def check_args(args):
     if args.total_timesteps < 1:
         print("error: --total-timesteps must be above 0", file=sys.stderr)
         sys.exit(2)
-    return args, None
 
 def main():
-    args, _ = parse_args()
+    args, _ = read_flags()
+    check_args(args)
     run = Path(args.resume or f"runs/{args.run_name}")
     run.mkdir(parents=True, exist_ok=True)
     lock = open(run / "lock", "w")
-    fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     checkpoint, log = run / "checkpoint.pt", run / "episodes.csv"
     step = int(checkpoint.read_text()) if checkpoint.exists() else 0
     if args.resume:
@@ -330,10 +332,8 @@ def make_run():
             "script": path,
             "git_commit": commit,
             "versions": {"torch": "1.2.3", "other": "9"},
-            "cores": 2,
-            "device": "cpu",
             "command": [path, "--seed", str(seed), "--note", "/home/me/notes.txt"],
-            "machine": ["Linux", "vm", "6.1", "#1 SMP", "x86_64"],
+            "machine": {"torch": "1.2.3", "cpu": "Xeon", "gpu": "none"},
         }
         (folder / "config.json").write_text(json.dumps(config))
         lines = ["global_step,wall_seconds,env,return,length,ended_by"]

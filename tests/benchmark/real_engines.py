@@ -308,7 +308,7 @@ def test_docker_run_and_stop(docker, tmp_path):
     assert (tmp_path / "x" / "checkpoint.pt").stat().st_uid == 1234
     flags = ["--evaluate", "runs/x", "--eval-episodes", "1", "--capture-video"]
     video = output("docker", "run", *run, *flags)
-    assert list((tmp_path / "x" / "videos" / "evaluation").glob("*.mp4")), video
+    assert list((tmp_path / "x" / "videos").rglob("*.mp4")), video
 
 
 def processes_of(store):

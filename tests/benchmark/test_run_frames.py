@@ -74,7 +74,7 @@ def test_row_of_a_finished_run(tmp_path, make_run):
         "steps_per_second": 2000.0,
         "wall_seconds": 75.0,
         "versions": "torch=1.2.3",
-        "machine": "Linux vm 6.1 x86_64, 2 cores, cpu",
+        "machine": "cpu Xeon, gpu none",
         "git_commit": "abc",
         "command": "python vpg.py --seed 7 --note notes.txt",
     }

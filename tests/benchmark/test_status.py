@@ -83,9 +83,9 @@ def test_a_silent_run_is_named_with_its_place(lab):
         os.utime(path, (0, 0))
     note = row_of(lab, state="running", place="node7, process 5")["note"]
     assert note.startswith("silent for ") and note.endswith(" min, node7, process 5")
-    assert row_of(lab, state="running", started=time.time())["note"] == "no episode has ended yet"
+    assert row_of(lab, state="running", started=time.time())["note"] == "no episode is logged yet"
     lab.store.log_file(name).touch()
-    assert row_of(lab, state="running")["note"] == "no episode has ended yet"
+    assert row_of(lab, state="running")["note"] == "no episode is logged yet"
 
 
 def test_the_row_of_a_finished_run(lab):

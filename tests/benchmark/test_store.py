@@ -227,7 +227,7 @@ def test_an_evaluation_that_cannot_be_read_is_no_end(store, content):
 def test_a_run_is_finished_by_its_evaluation_whatever_its_state_says(store):
     """Of no episodes, too."""
     store.write_job("a", {"state": "failed", "error": "no"})
-    finish(store, "a", '{"returns": [], "lengths": []}')
+    finish(store, "a", '{"returns": []}')
     assert (store.job("a")["state"], store.job("a")["error"]) == ("finished", "")
 
 
@@ -337,14 +337,14 @@ def test_the_last_line_of_a_log(tmp_path):
 
 
 def test_a_runs_last_sign_of_life(store):
-    """Its log, a new file in its folder, or an episode."""
+    """Its log, a new file in its folder, or what is written into one."""
     assert store.last_written("a") == 0.0
     store.log_file("a").touch()
     assert store.last_written("a") == store.log_file("a").stat().st_mtime
     write_episodes(store.run_dir("a"), HEADER)
-    episodes = store.run_dir("a") / "episodes.csv"
-    subprocess.run(["touch", "-d", "2100-01-01", episodes], check=True)
-    assert store.last_written("a") == episodes.stat().st_mtime > store.log_file("a").stat().st_mtime
+    events = store.run_dir("a") / "events"
+    subprocess.run(["touch", "-d", "2100-01-01", events], check=True)
+    assert store.last_written("a") == events.stat().st_mtime > store.log_file("a").stat().st_mtime
     os.utime(store.run_dir("a"), (5e9, 5e9))  # later than 2100
     assert store.last_written("a") == 5e9
 

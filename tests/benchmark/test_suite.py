@@ -91,9 +91,9 @@ def test_a_runs_args_are_those_of_its_config_json(lab):
         (two_tables("suite.toml"), "no script suite.toml"),
         (two_tables("other.py"), "can't import"),
         (two_tables("exits.py"), "SystemExit 3"),
-        (two_tables("empty.py"), "no dataclass Args"),
+        (two_tables("empty.py"), "must have a dataclass Args and functions read_flags"),
         (two_tables("raises.py"), "ValueError"),
-        (two_tables("one.py"), "parse_args of one.py"),
+        (two_tables("one.py"), "the check of one.py's flags ends with TypeError"),
         (two_tables("needs.py"), "Args() of needs.py ends with TypeError"),
         (two_tables("path.py"), "a flag can't be written as JSON"),
         ('env_ids = ["A"]\nseeds = true', "seeds = True is of the wrong type"),
@@ -121,7 +121,7 @@ def test_bad_suites_are_refused_in_one_sentence(lab, text, sentence):
     (lab.folder / "copy").mkdir()
     shutil.copy(lab.script, lab.folder / "copy")
     args = "import dataclasses\n@dataclasses.dataclass\nclass Args:\n    x: object{}\n"
-    args += "def parse_args():\n    {}"
+    args += "def read_flags():\n    {}\ndef check_args(args):\n    pass"
     scripts = {
         "other": "no python",
         "exits": "raise SystemExit(3)",
@@ -173,14 +173,13 @@ def test_a_suite_of_the_most_runs(lab):
 
 
 def test_a_script_that_is_read_changes_nothing_of_the_sweep(lab):
-    """Real ones set a hook for errors and look for modules in the current folder."""
+    """Real ones look for modules in the current folder."""
     suite = lab.make_suite("A")
-    begin = "def parse_args():\n"
-    change = "    sys.excepthook = print\n    sys.path.append('elsewhere')\n"
-    change_script(lab, begin, begin + change)
-    before = (list(sys.path), sys.excepthook, list(sys.argv))
+    begin = "def read_flags():\n"
+    change_script(lab, begin, f"{begin}    sys.path.append('elsewhere')\n")
+    before = (list(sys.path), list(sys.argv))
     read_suite(suite)
-    assert (sys.path, sys.excepthook, sys.argv) == before
+    assert (sys.path, sys.argv) == before
 
 
 def test_runs_that_begin_with_networks_of_another_find_it_from_the_suites_folder(lab):
@@ -201,9 +200,13 @@ seeds = 1
 flags = {{ hidden_sizes = [3, 5], {} }}
 """
     suite = tmp_path / "suite.toml"
-    suite.write_text(text.format("eval_episodes = 0"))
+    suite.write_text(text.format("eval_episodes = 1"))
     (run,) = read_suite(suite)
-    assert run.args["hidden_sizes"] == [3, 5] and run.args["eval_episodes"] == 0
-    suite.write_text(text.format('init_from = "gone"'))
-    with pytest.raises(SuiteError, match=f"{tmp_path}/gone/checkpoint.pt is missing"):
-        read_suite(suite)
+    assert run.args["hidden_sizes"] == [3, 5] and run.args["eval_episodes"] == 1
+    for flag, sentence in (
+        ("eval_episodes = 0", "--eval-episodes must be above 0"),
+        ('init_from = "gone"', f"{tmp_path}/gone is no checkpoint of vpg.py"),
+    ):
+        suite.write_text(text.format(flag))
+        with pytest.raises(SuiteError, match=sentence):
+            read_suite(suite)

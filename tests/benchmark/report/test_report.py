@@ -154,13 +154,14 @@ def test_table_has_wall_times_in_their_unit(tmp_path, run_report, make_run, tabl
     returns = [1.0] * 1200  # 600 s
     for seed in (1, 2):
         folder = make_run(tmp_path / "runs" / f"run{seed}", seed=seed, returns=returns)
-    config = json.loads((folder / "config.json").read_text()) | {"cores": 64}
+    config = json.loads((folder / "config.json").read_text())
+    config["machine"] = {"cpu": "Xeon", "gpu": "H100"}
     (folder / "config.json").write_text(json.dumps(config))
     run_report(tmp_path / "runs")
     text = (tmp_path / "report" / "report.md").read_text()
     rows = {row[0]: row[1:] for row in table_after(text, "CartPole-v1")}
     assert (rows["variant or source"][5], rows["vpg"][5]) == ("wall time, minutes", "10.0")
-    other = "Linux vm 6.1 x86_64, 64 cores, cpu: CartPole-v1, vpg: seed 2"
+    other = "cpu Xeon, gpu H100: CartPole-v1, vpg: seed 2"
     assert f"| different machines: don't compare speeds | 1 | {other} |" in text
 
 
@@ -217,7 +218,7 @@ def test_report_has_every_run_with_its_command_versions_machine_and_commit(big, 
     assert {"run1", "run7", "none1", "stopped", "evil"} <= set(rows)
     run = rows["run2"]
     assert run[:6] == ["CartPole-v1", "vpg", "2", "finished", "8,000", "20.0"]
-    machine = "Linux vm 6.1 x86_64, 2 cores, cpu"
+    machine = "cpu Xeon, gpu none"
     assert run[-4:] == ["python vpg.py --seed 2 --note notes.txt", "torch=4.5.6", machine, "def"]
     assert rows["run7"][3:5] == ["waiting", "-"]
     for text in (big.page, big.markdown, (big.folder / "runs.csv").read_text()):
