@@ -902,7 +902,7 @@ def compile_or_not(function, args, device):
     if not args.compile:
         return function
     print(f"compiling {function.__name__}: up to half a minute, the first time", flush=True)
-    options = {"triton.cudagraphs": True}  # on a GPU a graph starts all kernels at once
+    options = {}
     if device.type == "cpu":
         # Without the threshold, beta ** steps is computed again for every eight weights
         options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}
