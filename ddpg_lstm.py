@@ -123,6 +123,8 @@ def check_args(args):
     for name in positive:
         check(getattr(args, name) > 0, f"--{name.replace('_', '-')} must be above 0")
     check(min(args.hidden_sizes, default=0) > 0, "--hidden-sizes must be numbers above 0")
+    rates = (args.actor_learning_rate, args.critic_learning_rate)
+    check(all(rate is None or rate > 0 for rate in rates), "learning rates must be above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
     check(0 < args.tau <= 1, "--tau must be above 0, up to 1")
     check(args.learning_starts < args.total_timesteps, "--learning-starts is past the last step")
@@ -151,10 +153,11 @@ def read_flags():
     """
     sys.path.append("")  # the current folder, for --env-id my_envs:MyEnv-v0
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    old_run = args.resume or args.evaluate or args.init_from
-    if old_run is None:
+    old_runs = [run for run in (args.resume, args.evaluate, args.init_from) if run]
+    check(len(old_runs) < 2, "give only one of --resume, --evaluate and --init-from")
+    if not old_runs:
         return args, None
-    path = Path(old_run)
+    path = Path(old_runs[0])
     if args.resume or path.is_dir():
         path = path / "checkpoint.pt"
     try:  # weights_only: a stranger's file can't run code
@@ -168,7 +171,7 @@ def read_flags():
     args = tyro.cli(Args, default=replace(old_args, init_from=None))
     if args.resume:
         script = saved["script"]
-        check(script == SCRIPT, f"{old_run} was made by {script}: resume it with that script")
+        check(script == SCRIPT, f"the run was made by {script}: resume it with that script")
         check_changes(asdict(old_args), asdict(args))
     return args, saved
 
@@ -177,11 +180,12 @@ def check_changes(old, new):
     """Ends the program if flags of a resumed run, dicts, can't be as they are now."""
     changed = {name for name in new if new[name] != old[name]}
     free = {"init_from", "capture_video", "eval_interval", "eval_episodes", "checkpoint_interval"}
-    for name in changed - free - {"total_timesteps"}:
-        check(False, f"the run was made with {name} = {old[name]}: leave that flag out")
+    fixed = {name: old[name] for name in changed - free - {"total_timesteps"}}
+    check(not fixed, f"the run was made with {fixed}: leave these flags out")
     for name in SCHEDULES:
-        fits = "total_timesteps" not in changed or old[name] is None or old[name] is False
+        is_on = old[name] is not None and old[name] is not False  # 0.0 is on
         advice = "start a new run with --init-from"
+        fits = not is_on or "total_timesteps" not in changed
         check(fits, f"--total-timesteps can't change, since {name} depends on it: {advice}")
 
 
@@ -189,6 +193,7 @@ def cpu_name():
     """The processor's name, which platform.processor() doesn't know on Linux."""
     if sys.platform != "linux":
         return platform.processor()
+    # "" where there is no such line, as on ARM
     return re.findall("model name.*: (.*)|$", Path("/proc/cpuinfo").read_text())[0]
 
 
@@ -232,6 +237,7 @@ class Run:
         check(is_new, f"{folder} has a run: --resume it, or choose another --run-name")
         folder.mkdir(parents=True, exist_ok=True)
         describe = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
+        # By a shell, so that it gives nothing where there is no git
         git = subprocess.run(describe, shell=True, capture_output=True, text=True)
         versions = {package.name: package.version for package in distributions()}
         config = {
@@ -252,7 +258,7 @@ class Run:
         try:
             for name, part in parts.items():
                 part.load_state_dict(self.saved[name])
-        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        except (LookupError, RuntimeError) as error:
             check(False, f"the checkpoint is of a run with other sizes or another version: {error}")
 
     def restore(self, **parts):
@@ -270,7 +276,7 @@ class Run:
         torch.set_rng_state(state.pop("random_state"))
         vars(self).update(state)
 
-    def save(self, name="checkpoint.pt"):
+    def save(self, filename="checkpoint.pt"):
         """Writes a checkpoint under another name first: a kill never leaves half a file."""
         self.writer.flush()
         self.episodes_file.flush()
@@ -283,7 +289,7 @@ class Run:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(self.folder / "checkpoint.tmp", self.folder / name)
+        os.replace(self.folder / "checkpoint.tmp", self.folder / filename)
 
     def open_logs(self):
         """Opens the logs. What was logged after the checkpoint is cut off: it will come again."""
@@ -319,7 +325,6 @@ class Run:
             has_state = hasattr(value, "state_dict") and not isinstance(value, type)
             if has_state and all(value is not part for part in self.parts.values()):
                 print(f"{name} isn't given to run.restore(), so a resume begins it anew")
-        self.machine["compiled"] = self.args.compile  # by now False where there is no compiler
         if self.args.resume and self.saved["machine"] != self.machine:
             before = self.saved["machine"]
             print(f"goes on, but not to the same bits: {before} before, {self.machine} now")
@@ -330,6 +335,7 @@ class Run:
         After Ctrl-C or SIGTERM the program ends when the iteration does; after one more Ctrl-C, at
         once.
         """
+        self.machine["compiled"] = self.args.compile  # by now False where there is no compiler
         self.warn()
         self.open_logs()
         (self.folder / "evaluation.json").unlink(missing_ok=True)
@@ -345,7 +351,7 @@ class Run:
             mean_return = f"return {np.mean(self.recent_returns or [math.nan]):.1f}"
             bar.set_postfix_str(mean_return, refresh=False)
             bar.update(self.global_step - bar.n)
-            done = self.stop_signal or self.global_step >= self.total_steps
+            done = self.stop_signal is not None or self.global_step >= self.total_steps
             if done or self.iteration % self.args.checkpoint_interval == 0:
                 self.save()
                 if bar.disable:
@@ -406,9 +412,6 @@ class Run:
             print(f"finished: everything is in {self.folder}")
 
 
-# End of Run. --------------------------------------------------------------------------------------
-
-
 # --------------------------------------------------------------------------------------------------
 # Environments
 # --------------------------------------------------------------------------------------------------
@@ -435,7 +438,7 @@ def check_space(space, env_id):
             check_space(part, env_id)
         return
     kinds = gym.spaces.Box | gym.spaces.Discrete | gym.spaces.MultiBinary | gym.spaces.MultiDiscrete
-    advice = f"it must be made of a Dict, a Tuple, and {kinds}"
+    advice = "gymnasium's Dict, Tuple, Box, Discrete, MultiBinary and MultiDiscrete can be used"
     check(isinstance(space, kinds), f"{env_id} has {type(space)} in its observations: {advice}")
 
 
@@ -562,7 +565,7 @@ class VecEnv:
         return rewards, terminations, truncations, episodes
 
     def for_evaluation(self, env_id, seed, video_dir):
-        """The same for one environment, which an evaluation plays."""
+        """Returns a VecEnv of one new environment, for an evaluation."""
         env = make_env(env_id, video_dir, max_steps=100000)  # some might never end an episode
         return VecEnv([env], seed, self.obs.dtype)
 
@@ -578,7 +581,7 @@ class VecEnv:
         }
 
     def load_state_dict(self, state):
-        self.seed_counts = state["seed_counts"].numpy() - 1
+        self.seed_counts = state["seed_counts"].numpy() - 1  # of the last seed, to be drawn again
         self.restarted = np.zeros(len(self.envs), bool)
         for i, actions in enumerate(state["actions"]):
             self.obs[i] = self.reset_with_new_seed(i)

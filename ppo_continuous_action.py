@@ -41,7 +41,6 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
@@ -148,10 +147,11 @@ def read_flags():
     """
     sys.path.append("")  # the current folder, for --env-id my_envs:MyEnv-v0
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    old_run = args.resume or args.evaluate or args.init_from
-    if old_run is None:
+    old_runs = [run for run in (args.resume, args.evaluate, args.init_from) if run]
+    check(len(old_runs) < 2, "give only one of --resume, --evaluate and --init-from")
+    if not old_runs:
         return args, None
-    path = Path(old_run)
+    path = Path(old_runs[0])
     if args.resume or path.is_dir():
         path = path / "checkpoint.pt"
     try:  # weights_only: a stranger's file can't run code
@@ -165,7 +165,7 @@ def read_flags():
     args = tyro.cli(Args, default=replace(old_args, init_from=None))
     if args.resume:
         script = saved["script"]
-        check(script == SCRIPT, f"{old_run} was made by {script}: resume it with that script")
+        check(script == SCRIPT, f"the run was made by {script}: resume it with that script")
         check_changes(asdict(old_args), asdict(args))
     return args, saved
 
@@ -174,11 +174,12 @@ def check_changes(old, new):
     """Ends the program if flags of a resumed run, dicts, can't be as they are now."""
     changed = {name for name in new if new[name] != old[name]}
     free = {"init_from", "capture_video", "eval_interval", "eval_episodes", "checkpoint_interval"}
-    for name in changed - free - {"total_timesteps"}:
-        check(False, f"the run was made with {name} = {old[name]}: leave that flag out")
+    fixed = {name: old[name] for name in changed - free - {"total_timesteps"}}
+    check(not fixed, f"the run was made with {fixed}: leave these flags out")
     for name in SCHEDULES:
-        fits = "total_timesteps" not in changed or old[name] is None or old[name] is False
+        is_on = old[name] is not None and old[name] is not False  # 0.0 is on
         advice = "start a new run with --init-from"
+        fits = not is_on or "total_timesteps" not in changed
         check(fits, f"--total-timesteps can't change, since {name} depends on it: {advice}")
 
 
@@ -186,6 +187,7 @@ def cpu_name():
     """The processor's name, which platform.processor() doesn't know on Linux."""
     if sys.platform != "linux":
         return platform.processor()
+    # "" where there is no such line, as on ARM
     return re.findall("model name.*: (.*)|$", Path("/proc/cpuinfo").read_text())[0]
 
 
@@ -229,6 +231,7 @@ class Run:
         check(is_new, f"{folder} has a run: --resume it, or choose another --run-name")
         folder.mkdir(parents=True, exist_ok=True)
         describe = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
+        # By a shell, so that it gives nothing where there is no git
         git = subprocess.run(describe, shell=True, capture_output=True, text=True)
         versions = {package.name: package.version for package in distributions()}
         config = {
@@ -249,7 +252,7 @@ class Run:
         try:
             for name, part in parts.items():
                 part.load_state_dict(self.saved[name])
-        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        except (LookupError, RuntimeError) as error:
             check(False, f"the checkpoint is of a run with other sizes or another version: {error}")
 
     def restore(self, **parts):
@@ -267,7 +270,7 @@ class Run:
         torch.set_rng_state(state.pop("random_state"))
         vars(self).update(state)
 
-    def save(self, name="checkpoint.pt"):
+    def save(self, filename="checkpoint.pt"):
         """Writes a checkpoint under another name first: a kill never leaves half a file."""
         self.writer.flush()
         self.episodes_file.flush()
@@ -280,7 +283,7 @@ class Run:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(self.folder / "checkpoint.tmp", self.folder / name)
+        os.replace(self.folder / "checkpoint.tmp", self.folder / filename)
 
     def open_logs(self):
         """Opens the logs. What was logged after the checkpoint is cut off: it will come again."""
@@ -316,7 +319,6 @@ class Run:
             has_state = hasattr(value, "state_dict") and not isinstance(value, type)
             if has_state and all(value is not part for part in self.parts.values()):
                 print(f"{name} isn't given to run.restore(), so a resume begins it anew")
-        self.machine["compiled"] = self.args.compile  # by now False where there is no compiler
         if self.args.resume and self.saved["machine"] != self.machine:
             before = self.saved["machine"]
             print(f"goes on, but not to the same bits: {before} before, {self.machine} now")
@@ -327,6 +329,7 @@ class Run:
         After Ctrl-C or SIGTERM the program ends when the iteration does; after one more Ctrl-C, at
         once.
         """
+        self.machine["compiled"] = self.args.compile  # by now False where there is no compiler
         self.warn()
         self.open_logs()
         (self.folder / "evaluation.json").unlink(missing_ok=True)
@@ -342,7 +345,7 @@ class Run:
             mean_return = f"return {np.mean(self.recent_returns or [math.nan]):.1f}"
             bar.set_postfix_str(mean_return, refresh=False)
             bar.update(self.global_step - bar.n)
-            done = self.stop_signal or self.global_step >= self.total_steps
+            done = self.stop_signal is not None or self.global_step >= self.total_steps
             if done or self.iteration % self.args.checkpoint_interval == 0:
                 self.save()
                 if bar.disable:
@@ -403,9 +406,6 @@ class Run:
             print(f"finished: everything is in {self.folder}")
 
 
-# End of Run. --------------------------------------------------------------------------------------
-
-
 # --------------------------------------------------------------------------------------------------
 # Environments
 # --------------------------------------------------------------------------------------------------
@@ -431,7 +431,7 @@ def check_space(space, env_id):
             check_space(part, env_id)
         return
     kinds = gym.spaces.Box | gym.spaces.Discrete | gym.spaces.MultiBinary | gym.spaces.MultiDiscrete
-    advice = f"it must be made of a Dict, a Tuple, and {kinds}"
+    advice = "gymnasium's Dict, Tuple, Box, Discrete, MultiBinary and MultiDiscrete can be used"
     check(isinstance(space, kinds), f"{env_id} has {type(space)} in its observations: {advice}")
 
 
@@ -556,7 +556,7 @@ class VecEnv:
         return rewards, terminations, truncations, episodes
 
     def for_evaluation(self, env_id, seed, video_dir):
-        """The same for one environment, which an evaluation plays."""
+        """Returns a VecEnv of one new environment, for an evaluation."""
         env = make_env(env_id, video_dir, max_steps=100000)  # some might never end an episode
         return VecEnv([env], seed, self.obs.dtype)
 
@@ -572,7 +572,7 @@ class VecEnv:
         }
 
     def load_state_dict(self, state):
-        self.seed_counts = state["seed_counts"].numpy() - 1
+        self.seed_counts = state["seed_counts"].numpy() - 1  # of the last seed, to be drawn again
         self.restarted = np.zeros(len(self.envs), bool)
         for i, actions in enumerate(state["actions"]):
             self.obs[i] = self.reset_with_new_seed(i)
@@ -662,7 +662,7 @@ class VecNormalize:
         return rewards, terminations, truncations, episodes
 
     def for_evaluation(self, env_id, seed, video_dir):
-        """The same for one environment, with the statistics as they are."""
+        """Returns the same of one new environment, with the statistics as they are."""
         envs = self.envs.for_evaluation(env_id, seed, video_dir)
         return VecNormalize(envs, obs_rms=self.obs_rms)
 
@@ -678,16 +678,16 @@ class VecNormalize:
         }
 
     def load_state_dict(self, state):
-        self.load_statistics(state)
         self.envs.load_state_dict(state["envs"])
+        self.load_statistics(state)
         self.discounted_returns = state["discounted_returns"].numpy()
         self.discounted_returns[self.envs.restarted] = 0.0
-        self.obs = self.obs_rms.normalize(self.envs.obs)
 
     def load_statistics(self, state):
         """Loads only what an evaluation or another run can use."""
         self.obs_rms.load_state_dict(state["obs_rms"])
         self.return_rms.load_state_dict(state["return_rms"])
+        self.obs = self.obs_rms.normalize(self.envs.obs)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -720,14 +720,13 @@ def numpy_mlp(network):
     if not all(isinstance(layer, nn.Linear | nn.Tanh) for layer in network):
         network = copy.deepcopy(network).cpu().requires_grad_(False)
         return lambda x: network(torch.from_numpy(x)).numpy()
-    layers = []
-    for layer in network:
-        if isinstance(layer, nn.Linear):
-            weight = layer.weight.detach().cpu().numpy().T.copy()
-            bias = layer.bias.detach().cpu().numpy().copy()
-            layers.append(partial(numpy_linear, weight, bias))
-        else:
-            layers.append(np.tanh)
+
+    def linear(layer):
+        weight = layer.weight.detach().cpu().numpy().T.copy()
+        bias = layer.bias.detach().cpu().numpy().copy()
+        return lambda x: x.dot(weight) + bias  # faster than x @ weight + bias
+
+    layers = [linear(layer) if isinstance(layer, nn.Linear) else np.tanh for layer in network]
 
     def forward(x):
         for layer in layers:
@@ -735,10 +734,6 @@ def numpy_mlp(network):
         return x
 
     return forward
-
-
-def numpy_linear(weight, bias, x):
-    return x.dot(weight) + bias  # three times as fast as x @ weight + bias
 
 
 class Agent(nn.Module):
@@ -958,16 +953,17 @@ def update(step_minibatches, optimizer, agent, batch, coefs, args):
 
 
 def compile_or_not(function, args, device):
-    """Returns function, compiled; with --no-compile, or without a working compiler, as it is.
+    """Returns function compiled, or as it is with --no-compile.
 
-    In the second case it sets args.compile, so that a resume has the same bits wherever it is.
+    Where no compiler works it also sets args.compile = False, so that a resume has the same bits
+    everywhere.
     """
     if not args.compile:
         return function
     print(f"compiling {function.__name__}: up to half a minute, the first time", flush=True)
     options = {}
     if device.type == "cpu":
-        # Without the threshold, beta ** steps is computed again for every eight weights
+        # Without the threshold, inductor computes beta ** steps again for every eight weights
         options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}
     try:  # on something small
         torch.compile(torch.sin, options=options)(torch.ones(1, device=device))

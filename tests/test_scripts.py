@@ -100,7 +100,7 @@ def flags(text):
 
 
 def run_section(text):
-    begins, ends = "# Run: ", "# End of Run. "
+    begins, ends = "# Run: ", "# Environments\n"
     assert text.count(begins) == text.count(ends) == 1
     return text[text.index(begins) : text.index(ends)]
 
