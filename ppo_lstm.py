@@ -882,7 +882,7 @@ if __name__ == "__main__":
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
     torch.set_num_threads(args.num_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    random.seed(args.seed)
+    random.seed(args.seed)  # some environments draw from these two, which a resume doesn't restore
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
 
@@ -937,7 +937,7 @@ if __name__ == "__main__":
         for step, episode, _ in episodes:
             run.log_episode(run.global_step + (step + 1) * args.num_envs, episode)
         run.global_step += batch_size
-        scalars = {f"losses/{name}": value for name, value in zip(METRICS, metrics)}
+        scalars = {f"losses/{name}": value for name, value in zip(METRICS, metrics, strict=True)}
         scalars["losses/explained_variance"] = explained_variance(values, returns)
         scalars["charts/learning_rate"] = coefs["lr"]
         run.log(scalars)

@@ -857,7 +857,7 @@ class Adam(nn.Module):
 
     def __init__(self, params, eps=1e-5):
         super().__init__()
-        self.params = list(params)
+        self.params = [param for param in params if param.requires_grad]
         self.eps = eps
         self.register_buffer("steps", torch.zeros((), device=self.params[0].device))
         self.exp_avg = nn.ParameterList(torch.zeros_like(x) for x in self.params)
@@ -957,7 +957,7 @@ if __name__ == "__main__":
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
     torch.set_num_threads(args.num_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    random.seed(args.seed)
+    random.seed(args.seed)  # some environments draw from these two, which a resume doesn't restore
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
 
@@ -1009,7 +1009,7 @@ if __name__ == "__main__":
         for step, episode in episodes:
             run.log_episode(run.global_step + (step + 1) * args.num_envs, episode)
         run.global_step += batch_size
-        scalars = {f"losses/{name}": value for name, value in zip(METRICS, metrics)}
+        scalars = {f"losses/{name}": value for name, value in zip(METRICS, metrics, strict=True)}
         scalars["losses/explained_variance"] = explained_variance(values, returns)
         scalars["charts/learning_rate"] = coefs["lr"]
         run.log(scalars)

@@ -460,7 +460,7 @@ CHANGES = dict(
     )
 )
 SHORT = "--no-cuda --no-compile --num-steps 64 --num-minibatches 2 --update-epochs 2 --seed 3"
-SHORT = f"{SHORT} --eval-episodes 1 --no-anneal-lr --checkpoint-interval 1000".split()
+SHORT = f"{SHORT} --eval-episodes 1 --checkpoint-interval 1000".split()
 LEVELS = """
 import gymnasium as gym
 from gymnasium.envs.classic_control.pendulum import PendulumEnv
@@ -496,15 +496,15 @@ def test_a_changed_script_resumes_exactly(name, tmp_path, run_script, capsys):
     text = text.replace("steps_per_seed=1000", "steps_per_seed=50")
     text = text.replace("global_step / 100000", "global_step / 256")
     script = tmp_path / "my_ppo.py"
-    script.write_text(text)
-    flags = [*SHORT, "--env-id", "my_levels:Levels-v0"]
-    if "action_coef: " in text:
-        flags += ["--action-coef", "0"]  # else the run can't be made longer
+    flags = [*SHORT, "--env-id", "my_levels:Levels-v0", "--total-timesteps", "256"]
 
-    whole = run_script(script, *flags, "--total-timesteps", "256", "--run-name", "whole")
-    half = run_script(script, *flags, "--total-timesteps", "128", "--run-name", "half")
+    step = "run.global_step += batch_size"
+    script.write_text(text.replace(step, f"{step}; run.stop_signal = run.global_step // 128"))
+    half = run_script(script, *flags, "--run-name", "half", code=129)
+    script.write_text(text)
+    whole = run_script(script, *flags, "--run-name", "whole")
     shutil.copytree("runs/half", "runs/resumed", ignore=shutil.ignore_patterns("lock"))
-    resumed = run_script(script, "--resume", "runs/resumed", "--total-timesteps", "256")
+    resumed = run_script(script, "--resume", "runs/resumed")
     said = capsys.readouterr().out
     assert "run.restore" not in said and "brought back" not in said
     parts = [name for name, part in whole.run.parts.items() if name not in ("run", "envs")]
@@ -512,26 +512,32 @@ def test_a_changed_script_resumes_exactly(name, tmp_path, run_script, capsys):
         one, other = whole.run.parts[part].state_dict(), resumed.run.parts[part].state_dict()
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert not torch.equal(half.agent.critic[0].weight, whole.agent.critic[0].weight)
-    check_policy(whole)
+    check_policy(text)
 
 
-def check_policy(script):
-    """The log-probabilities of a Gaussian policy's actions and its entropy agree with its noise."""
-    obs = script.envs.obs
-    noise = script.agent.noise(1, len(obs))[0]
-    actions = script.agent.policy()(obs, noise)
-    with torch.no_grad():
-        logprobs, entropy, _ = script.agent(torch.from_numpy(obs), torch.from_numpy(actions))
-    wanted = torch.from_numpy(0.5 - 0.5 * noise**2).sum(1)
-    torch.testing.assert_close(logprobs + entropy, wanted, rtol=0, atol=1e-4)
+def check_policy(text):
+    """The page's check, of the agent of a changed script."""
+    code = find_example("change_a_script.md", "from my_ppo").replace("from my_ppo import Agent", "")
+    exec(text + code, {"__name__": "my_ppo", "__file__": "my_ppo.py"})
+
+
+def test_the_check_of_a_policy_notices_mistakes():
+    text = change((ROOT / "ppo_continuous_action.py").read_text(), CHANGES["A policy"])
+    for old, new in (
+        ("np.exp(log_std(obs))", "log_std(obs)"),
+        ("noise = (actions", "noise = torch.rand_like(actions) - 0.5 + (actions"),
+        ("nn.Tanh()]", "nn.Tanh(), nn.Dropout(0.1)]"),
+    ):
+        with pytest.raises(AssertionError):
+            check_policy(text.replace(old, new))
 
 
 def test_a_part_that_is_not_restored_is_named(tmp_path, run_script, capsys):
-    diff = CHANGES["A part that is saved"].replace(", rnd=rnd", "")
+    diff = CHANGES["A part that is saved"].replace(", bonus_rms=bonus_rms", "")
     script = tmp_path / "my_ppo.py"
     script.write_text(change((ROOT / "ppo_continuous_action.py").read_text(), diff))
     run_script(script, *SHORT, "--env-id", "Pendulum-v1", "--total-timesteps", "64")
-    assert "rnd isn't given to run.restore(), so a resume begins it anew" in capsys.readouterr().out
+    assert "bonus_rms isn't given to run.restore(), so" in capsys.readouterr().out
 
 
 def play(page_code, folder):
