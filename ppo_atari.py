@@ -113,8 +113,9 @@ SCHEDULES = ("anneal_lr", "anneal_clip")  # flags whose effect depends on --tota
 def check_args(args):
     """Ends the program if the flags can't be used, alone or together."""
     check(0 <= args.seed < 2**32, "--seed must be from 0 to 2**32 - 1")
-    positive = ("checkpoint_interval", "eval_episodes", "total_timesteps", "learning_rate")
-    positive += ("num_envs", "num_steps", "num_minibatches", "update_epochs", "clip_coef")
+    positive = ("num_threads", "learning_rate", "total_timesteps", "checkpoint_interval")
+    positive += ("eval_episodes", "num_envs", "num_steps", "num_minibatches", "update_epochs")
+    positive += ("clip_coef",)
     for name in positive:
         check(getattr(args, name) > 0, f"--{name.replace('_', '-')} must be above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
@@ -149,7 +150,7 @@ def read_flags():
     """
     sys.path.append("")  # the current folder, for --env-id my_envs:MyEnv-v0
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    old_runs = [run for run in (args.resume, args.evaluate, args.init_from) if run]
+    old_runs = [run for run in (args.resume, args.evaluate, args.init_from) if run is not None]
     check(len(old_runs) < 2, "give only one of --resume, --evaluate and --init-from")
     if not old_runs:
         return args, None
@@ -161,12 +162,12 @@ def read_flags():
         flags = {name: x for name, x in saved["args"].items() if name in asdict(args)}
         old_args = replace(Args(**flags), resume=args.resume, evaluate=args.evaluate)
     except Exception as error:  # torch.load raises many kinds
-        check(False, f"{path} is no checkpoint of {SCRIPT}: {type(error).__name__}: {error}")
+        check(False, f"{path} is no checkpoint of {SCRIPT}, or damaged: {type(error).__name__}")
     if args.init_from:
         return args, saved
     args = tyro.cli(Args, default=replace(old_args, init_from=None))
     if args.resume:
-        script = saved["script"]
+        script = saved.get("script")
         check(script == SCRIPT, f"the run was made by {script}: resume it with that script")
         check_changes(asdict(old_args), asdict(args))
     return args, saved
@@ -174,6 +175,8 @@ def read_flags():
 
 def check_changes(old, new):
     """Ends the program if flags of a resumed run, dicts, can't be as they are now."""
+    grows = new["total_timesteps"] >= old["total_timesteps"]
+    check(grows, f"the run was made for {old['total_timesteps']} steps, which can only become more")
     changed = {name for name in new if new[name] != old[name]}
     free = {"init_from", "capture_video", "eval_interval", "eval_episodes", "checkpoint_interval"}
     fixed = {name: old[name] for name in changed - free - {"total_timesteps"}}
@@ -224,14 +227,20 @@ class Run:
             self.lock.acquire(timeout=0)
         except Timeout:
             check(False, f"{self.folder} is in use by another process")
+        if not args.resume:
+            self.write_config()
 
     def make_folder(self):
-        """Makes the folder of a new run, with config.json and a copy of the script; returns it."""
+        """Makes the folder of a new run; returns it."""
         name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
         folder = Path("runs", self.args.run_name or name.replace("/", "-").replace(":", "-"))
         is_new = not (folder / "checkpoint.pt").exists()
         check(is_new, f"{folder} has a run: --resume it, or choose another --run-name")
         folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def write_config(self):
+        """Writes config.json and a copy of the script."""
         describe = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
         # By a shell, so that it gives nothing where there is no git
         git = subprocess.run(describe, shell=True, capture_output=True, text=True)
@@ -245,9 +254,8 @@ class Run:
             "machine": self.machine,
             "versions": {"python": platform.python_version(), **versions},
         }
-        (folder / "config.json").write_text(json.dumps(config, indent=2))
-        (folder / SCRIPT).write_bytes(Path(__file__).read_bytes())
-        return folder
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2))
+        (self.folder / SCRIPT).write_bytes(Path(__file__).read_bytes())
 
     def load(self, **parts):
         """Loads parts, anything with load_state_dict(), from the checkpoint."""
@@ -278,8 +286,8 @@ class Run:
         self.episodes_file.flush()
         self.wall_seconds = time.time() - self.start_time
         checkpoint = {name: part.state_dict() for name, part in self.parts.items()}
-        modules = [name for name, part in self.parts.items() if isinstance(part, nn.Module)]
-        self.check_finite(*(x for name in modules for x in checkpoint[name].values()))
+        modules = [part for part in self.parts.values() if isinstance(part, nn.Module)]
+        self.check_finite(*(x for module in modules for x in module.parameters()))
         checkpoint |= {"script": SCRIPT, "args": asdict(self.args), "machine": self.machine}
         with open(self.folder / "checkpoint.tmp", "wb") as file:
             torch.save(checkpoint, file)
@@ -293,7 +301,8 @@ class Run:
         self.episodes_file.seek(0)
         size = len(self.episodes_file.readline())  # of the header
         for row in self.episodes_file:
-            if row.endswith("\n") and int(row.split(",")[0]) <= self.global_step:
+            step = row.split(",")[0]
+            if row.endswith("\n") and step.isdigit() and int(step) <= self.global_step:
                 size += len(row)
         self.episodes_file.truncate(size)
         if size == 0:
@@ -321,8 +330,8 @@ class Run:
             has_state = hasattr(value, "state_dict") and not isinstance(value, type)
             if has_state and all(value is not part for part in self.parts.values()):
                 print(f"{name} isn't given to run.restore(), so a resume begins it anew")
-        if self.args.resume and self.saved["machine"] != self.machine:
-            before = self.saved["machine"]
+        if self.args.resume and self.saved.get("machine") != self.machine:
+            before = self.saved.get("machine")
             print(f"goes on, but not to the same bits: {before} before, {self.machine} now")
 
     def iterations(self):
@@ -537,7 +546,7 @@ def make_env(env_id, video_dir=None, max_steps=None):
         env = gym.wrappers.RecordVideo(env, video_dir, lambda number: number == 0, fps=15)
     if max_steps:
         env = gym.wrappers.TimeLimit(env, max_steps)
-    env = gym.wrappers.RecordEpisodeStatistics(env, stats_key="statistics")
+    env = gym.wrappers.RecordEpisodeStatistics(env, stats_key="plainrl_statistics")
     env = EpisodicLifeEnv(env)
     if "FIRE" in actions:
         env = FireResetEnv(env)
@@ -590,7 +599,9 @@ class VecEnv:
         self.actions[i].append(action.copy())
         episode = None
         if terminated or truncated:
-            statistics = info.get("statistics")  # none after a lost life in Atari: the game goes on
+            statistics = info.get(
+                "plainrl_statistics"
+            )  # none after a lost life in Atari: the game goes on
             if statistics:
                 ended_by = "termination" if terminated else "truncation"
                 final_obs = np.array(obs, self.obs.dtype)  # a copy: the reset may write over it

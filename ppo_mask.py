@@ -119,8 +119,9 @@ SCHEDULES = ("anneal_lr", "anneal_clip")  # flags whose effect depends on --tota
 def check_args(args):
     """Ends the program if the flags can't be used, alone or together."""
     check(0 <= args.seed < 2**32, "--seed must be from 0 to 2**32 - 1")
-    positive = ("checkpoint_interval", "eval_episodes", "total_timesteps", "learning_rate")
-    positive += ("num_envs", "num_steps", "num_minibatches", "update_epochs", "clip_coef")
+    positive = ("num_threads", "learning_rate", "total_timesteps", "checkpoint_interval")
+    positive += ("eval_episodes", "num_envs", "num_steps", "num_minibatches", "update_epochs")
+    positive += ("clip_coef",)
     for name in positive:
         check(getattr(args, name) > 0, f"--{name.replace('_', '-')} must be above 0")
     check(min(args.hidden_sizes, default=0) > 0, "--hidden-sizes must be numbers above 0")
@@ -156,7 +157,7 @@ def read_flags():
     """
     sys.path.append("")  # the current folder, for --env-id my_envs:MyEnv-v0
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
-    old_runs = [run for run in (args.resume, args.evaluate, args.init_from) if run]
+    old_runs = [run for run in (args.resume, args.evaluate, args.init_from) if run is not None]
     check(len(old_runs) < 2, "give only one of --resume, --evaluate and --init-from")
     if not old_runs:
         return args, None
@@ -168,12 +169,12 @@ def read_flags():
         flags = {name: x for name, x in saved["args"].items() if name in asdict(args)}
         old_args = replace(Args(**flags), resume=args.resume, evaluate=args.evaluate)
     except Exception as error:  # torch.load raises many kinds
-        check(False, f"{path} is no checkpoint of {SCRIPT}: {type(error).__name__}: {error}")
+        check(False, f"{path} is no checkpoint of {SCRIPT}, or damaged: {type(error).__name__}")
     if args.init_from:
         return args, saved
     args = tyro.cli(Args, default=replace(old_args, init_from=None))
     if args.resume:
-        script = saved["script"]
+        script = saved.get("script")
         check(script == SCRIPT, f"the run was made by {script}: resume it with that script")
         check_changes(asdict(old_args), asdict(args))
     return args, saved
@@ -181,6 +182,8 @@ def read_flags():
 
 def check_changes(old, new):
     """Ends the program if flags of a resumed run, dicts, can't be as they are now."""
+    grows = new["total_timesteps"] >= old["total_timesteps"]
+    check(grows, f"the run was made for {old['total_timesteps']} steps, which can only become more")
     changed = {name for name in new if new[name] != old[name]}
     free = {"init_from", "capture_video", "eval_interval", "eval_episodes", "checkpoint_interval"}
     fixed = {name: old[name] for name in changed - free - {"total_timesteps"}}
@@ -231,14 +234,20 @@ class Run:
             self.lock.acquire(timeout=0)
         except Timeout:
             check(False, f"{self.folder} is in use by another process")
+        if not args.resume:
+            self.write_config()
 
     def make_folder(self):
-        """Makes the folder of a new run, with config.json and a copy of the script; returns it."""
+        """Makes the folder of a new run; returns it."""
         name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
         folder = Path("runs", self.args.run_name or name.replace("/", "-").replace(":", "-"))
         is_new = not (folder / "checkpoint.pt").exists()
         check(is_new, f"{folder} has a run: --resume it, or choose another --run-name")
         folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def write_config(self):
+        """Writes config.json and a copy of the script."""
         describe = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
         # By a shell, so that it gives nothing where there is no git
         git = subprocess.run(describe, shell=True, capture_output=True, text=True)
@@ -252,9 +261,8 @@ class Run:
             "machine": self.machine,
             "versions": {"python": platform.python_version(), **versions},
         }
-        (folder / "config.json").write_text(json.dumps(config, indent=2))
-        (folder / SCRIPT).write_bytes(Path(__file__).read_bytes())
-        return folder
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2))
+        (self.folder / SCRIPT).write_bytes(Path(__file__).read_bytes())
 
     def load(self, **parts):
         """Loads parts, anything with load_state_dict(), from the checkpoint."""
@@ -285,8 +293,8 @@ class Run:
         self.episodes_file.flush()
         self.wall_seconds = time.time() - self.start_time
         checkpoint = {name: part.state_dict() for name, part in self.parts.items()}
-        modules = [name for name, part in self.parts.items() if isinstance(part, nn.Module)]
-        self.check_finite(*(x for name in modules for x in checkpoint[name].values()))
+        modules = [part for part in self.parts.values() if isinstance(part, nn.Module)]
+        self.check_finite(*(x for module in modules for x in module.parameters()))
         checkpoint |= {"script": SCRIPT, "args": asdict(self.args), "machine": self.machine}
         with open(self.folder / "checkpoint.tmp", "wb") as file:
             torch.save(checkpoint, file)
@@ -300,7 +308,8 @@ class Run:
         self.episodes_file.seek(0)
         size = len(self.episodes_file.readline())  # of the header
         for row in self.episodes_file:
-            if row.endswith("\n") and int(row.split(",")[0]) <= self.global_step:
+            step = row.split(",")[0]
+            if row.endswith("\n") and step.isdigit() and int(step) <= self.global_step:
                 size += len(row)
         self.episodes_file.truncate(size)
         if size == 0:
@@ -328,8 +337,8 @@ class Run:
             has_state = hasattr(value, "state_dict") and not isinstance(value, type)
             if has_state and all(value is not part for part in self.parts.values()):
                 print(f"{name} isn't given to run.restore(), so a resume begins it anew")
-        if self.args.resume and self.saved["machine"] != self.machine:
-            before = self.saved["machine"]
+        if self.args.resume and self.saved.get("machine") != self.machine:
+            before = self.saved.get("machine")
             print(f"goes on, but not to the same bits: {before} before, {self.machine} now")
 
     def iterations(self):
@@ -462,15 +471,21 @@ class ActionMask(gym.Wrapper):
         return np.concatenate((obs, self.mask)), reward, terminated, truncated, info
 
 
-def check_space(space, env_id):
-    """Ends the program if an observation space, or a part of it, can't become a flat array."""
-    if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
-        for part in space.values() if isinstance(space, gym.spaces.Dict) else space:
-            check_space(part, env_id)
-        return
-    kinds = gym.spaces.Box | gym.spaces.Discrete | gym.spaces.MultiBinary | gym.spaces.MultiDiscrete
+def float_space(space, env_id):
+    """Returns an observation space with float64 numbers, whose dtype flattening gives to them.
+
+    Ends the program if a part of the space can't become a flat array.
+    """
+    if isinstance(space, gym.spaces.Dict):
+        return gym.spaces.Dict({name: float_space(part, env_id) for name, part in space.items()})
+    if isinstance(space, gym.spaces.Tuple):
+        return gym.spaces.Tuple([float_space(part, env_id) for part in space])
+    if isinstance(space, gym.spaces.Box):
+        return gym.spaces.Box(-np.inf, np.inf, space.shape, np.float64)
+    kinds = gym.spaces.Discrete | gym.spaces.MultiBinary | gym.spaces.MultiDiscrete
     advice = "gymnasium's Dict, Tuple, Box, Discrete, MultiBinary and MultiDiscrete can be used"
     check(isinstance(space, kinds), f"{env_id} has {type(space)} in its observations: {advice}")
+    return space
 
 
 def check_env(env, env_id):
@@ -485,11 +500,13 @@ def check_env(env, env_id):
             result = env.step(masked.to_space([part.argmax() for part in parts]))
         fits = isinstance(result, tuple) and len(result) == length and isinstance(result[-1], dict)
         check(fits, f"{name} of {env_id} must return {length} values, the last one a dict")
-        shape = np.shape(result[0])
-        fits = shape == (env.observation_space.shape or shape)  # a Dict has none
-        check(fits, f"{name} of {env_id} returns an observation of shape {shape}: not its space's")
+        if env.observation_space.shape is not None:  # a Dict and a Tuple have none
+            shape = np.shape(result[0])
+            fits = shape == env.observation_space.shape
+            check(fits, f"{name} of {env_id} returns another shape than its space's: {shape}")
     reward = result[1]
-    check(np.ndim(reward) == 0, f"step() of {env_id} must return a number as reward, not {reward}")
+    fits = np.ndim(reward) == 0 and np.asarray(reward).dtype.kind in "biuf"
+    check(fits, f"step() of {env_id} must return a number as its reward, not {reward!r}")
 
 
 def make_env(env_id, video_dir=None, max_steps=None):
@@ -504,23 +521,25 @@ def make_env(env_id, video_dir=None, max_steps=None):
         env = gym.make(env_id, disable_env_checker=True, **options)
     except (gym.error.Error, ImportError) as error:
         check(False, f"can't make {env_id}: {error}")
-    action_space, space = env.action_space, env.observation_space
+    action_space = env.action_space
     fits = isinstance(action_space, gym.spaces.Discrete | gym.spaces.MultiDiscrete)
     kind = f"{type(action_space)} {action_space}"
     check(fits, f"{env_id} has the action space {kind}, but this script needs a discrete one")
-    check_space(space, env_id)
-    check_env(env.unwrapped, env_id)
+    space = float_space(env.observation_space, env_id)
+    inner = env  # without those wrappers of gymnasium.make that would fail before the sentence
+    while isinstance(inner, gym.wrappers.OrderEnforcing | gym.wrappers.TimeLimit):
+        inner = inner.env
+    check_env(inner, env_id)
 
     if max_steps:
         env = gym.wrappers.TimeLimit(env, max_steps)
     if video_dir:
         env = gym.wrappers.RecordVideo(env, video_dir, lambda number: number == 0)
     env = gym.wrappers.TransformReward(env, float)  # sums of float32 numbers would be less exact
-    env = gym.wrappers.RecordEpisodeStatistics(env, stats_key="statistics")
-    if not isinstance(space, gym.spaces.Box):
+    env = gym.wrappers.RecordEpisodeStatistics(env, stats_key="plainrl_statistics")
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+        env = gym.wrappers.TransformObservation(env, lambda obs: obs, space)
         env = gym.wrappers.FlattenObservation(env)
-    elif len(space.shape) != 1:
-        env = gym.wrappers.ReshapeObservation(env, (math.prod(space.shape),))
     return ActionMask(env)
 
 
@@ -568,7 +587,9 @@ class VecEnv:
         self.actions[i].append(action.copy())
         episode = None
         if terminated or truncated:
-            statistics = info.get("statistics")  # none after a lost life in Atari: the game goes on
+            statistics = info.get(
+                "plainrl_statistics"
+            )  # none after a lost life in Atari: the game goes on
             if statistics:
                 ended_by = "termination" if terminated else "truncation"
                 final_obs = np.array(obs, self.obs.dtype)  # a copy: the reset may write over it

@@ -371,7 +371,7 @@ def test_a6_four_frames_are_stacked_and_black_after_a_reset_and_a_lost_life():
         np.testing.assert_array_equal(obs[..., :3].reshape(-1, 3).T, planes[1:])
         frames_in_episode += 1
         if terminated:
-            ends.add("statistics" in info)
+            ends.add("plainrl_statistics" in info)
             obs, _ = env.reset()
             frames_in_episode = 1
     assert ends == {True, False}, "games and lives"
@@ -774,7 +774,7 @@ def test_a_run_leaves_its_files_and_a_film(whole):
     assert {"checkpoint.pt", "config.json", "episodes.csv", "evaluation.json", "videos"} <= names
     (film,) = folder.rglob("*.mp4")
     assert film == folder / "videos" / "end" / "rl-video-episode-0.mp4"
-    assert 270 < count_frames(film) <= 301
+    assert 65 < count_frames(film) <= 76  # every fourth of 300, and the first of the game
 
 
 REFUSED = [  # what is no game, and words of the sentence that says so

@@ -255,7 +255,7 @@ def test_what_may_change_with_resume(run, succeed, whole, stopped, tmp_path):
     for name, value, old in (("gamma", 0.5, 0.99), ("num-envs", 4, 3), ("anneal-lr", "", None)):
         result = run(tmp_path, f"--resume {RUN} --{name} {value}")
         if old is not None:
-            assert_fails(result, 2, f"{name.replace('-', '_')} = {old}")
+            assert_fails(result, 2, f"{{'{name.replace('-', '_')}': {old}}}")
             assert contents(stopped) == before
     longer = f"--resume {RUN} --total-timesteps 3000"
     succeed(tmp_path, f"--resume {RUN} --eval-episodes 1 --checkpoint-interval 1 --seed 1")
@@ -328,7 +328,7 @@ def test_resume_with_compilation(whole, tmp_path):
     flags = f"{COMPILED} --num-minibatches 1"
     result = run_process(SCRIPT, tmp_path / "whole", flags)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("compiling the update: ")  # before the first silence
+    assert result.stdout.startswith("compiling update_minibatches: ")  # before the first silence
     if "without compilation" in result.stdout:
         pytest.skip("no C++ compiler here")
     killed = run_process(SCRIPT, tmp_path / "killed", flags, TOY_FAULT="save 3")
