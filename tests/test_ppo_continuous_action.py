@@ -1142,3 +1142,66 @@ def test_a_policy_is_changed_in_agent_alone(run_script, tmp_path, kind):
     # The actions are samples of it: on average their log-probability is minus the entropy
     error = expected.mean() + entropy.numpy().mean()
     assert abs(error) < 4 * expected.std() / math.sqrt(len(expected))
+
+
+class Parts(gym.Env):
+    """Observations of two parts, of which each declares integers but has fractions."""
+
+    action_space = gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def __init__(self, kind):
+        self.kind = kind
+        box = gym.spaces.Box(-9, 9, (1, 2), np.int64)
+        kinds = {
+            "tuple": gym.spaces.Tuple([box, gym.spaces.Discrete(3)]),
+            "dict": gym.spaces.Dict(a=box, b=gym.spaces.Discrete(3)),
+            "box": box,
+        }
+        self.observation_space = kinds[kind]
+
+    def observe(self):
+        box = np.full((1, 2), 0.25)
+        return {"tuple": (box, 1), "dict": {"a": box, "b": 1}, "box": box}[self.kind]
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observe(), {}
+
+    def step(self, action):
+        return self.observe(), 1.0, True, False, {"episode": 1, "statistics": 2}
+
+
+class Repaired(gym.Wrapper):
+    """Makes five values of the four that the environment within returns."""
+
+    def step(self, action):
+        obs, reward, terminated, info = self.env.step(action)
+        return obs, reward, terminated, False, info
+
+
+class FourValues(Parts):
+    def step(self, action):
+        obs, reward, terminated, _, info = super().step(action)
+        return obs, reward, terminated, info
+
+
+@pytest.mark.parametrize("kind, size", [("tuple", 5), ("dict", 5), ("box", 2)])
+def test_observations_keep_fractions_that_their_space_does_not_declare(kind, size):
+    gym.register("Parts-v0", Parts, kwargs={"kind": kind})
+    envs = ppo.VecEnv([ppo.make_env("Parts-v0")], 1, np.float64)
+    assert envs.obs.tolist() == [[0.25, 0.25, 0, 1, 0][:size]]
+    _, _, _, (episode,) = envs.step(np.zeros((1, 1), np.float32))
+    assert episode.final_obs.tolist() == envs.obs[0].tolist()
+    gym.registry.pop("Parts-v0")
+
+
+def test_an_environment_is_checked_with_the_wrappers_that_its_author_gave_it(capsys):
+    gym.register("Four-v0", lambda: FourValues("box"), max_episode_steps=9)
+    gym.register("Five-v0", lambda: Repaired(FourValues("box")), max_episode_steps=9)
+    ppo.make_env("Five-v0")
+    with pytest.raises(SystemExit) as stop:
+        ppo.make_env("Four-v0")
+    assert stop.value.code == 2
+    assert "step() of Four-v0 must return 5 values" in capsys.readouterr().err
+    gym.registry.pop("Four-v0")
+    gym.registry.pop("Five-v0")

@@ -262,6 +262,8 @@ def test_what_may_change_with_resume(run, succeed, whole, stopped, tmp_path):
     assert len(returns(stopped)) == 1
     assert returns(stopped) == returns(whole.run_dir)[:1]
     assert_fails(run(tmp_path, longer), 2, "anneal_lr", "--init-from")
+    shorter = f"--resume {RUN} --total-timesteps 150"
+    assert_fails(run(tmp_path, shorter), 2, "which can only become more")
 
 
 def test_a_resumed_run_that_is_finished_plays_its_evaluation_again(succeed, whole, tmp_path):
@@ -377,6 +379,9 @@ BAD_FLAGS = {
     "--eval-episodes 0": "--eval-episodes must be above 0",
     "--learning-rate nan": "--learning-rate must be above 0",
     "--clip-coef -0.2": "--clip-coef must be above 0",
+    "--num-threads 0": "--num-threads must be above 0",
+    "--resume ''": "is no checkpoint",
+    "--resume a --init-from b": "only one of --resume, --evaluate and --init-from",
     "--gamma 1.5": "--gamma",
     "--gae-lambda -0.1": "--gae-lambda",
     "--seed -1": "--seed",
@@ -413,7 +418,7 @@ def test_bad_environments(run, tmp_path, env_id):
     """One sentence, and no run that would stand in the way of the next one of its name."""
     result = run(tmp_path, f"{TINY} --env-id {env_id}")
     assert_fails(result, 2, *BAD_ENVIRONMENTS[env_id])
-    assert not (tmp_path / RUN / "checkpoint.pt").exists()
+    assert not (tmp_path / RUN).exists()
 
 
 class Bomb:
