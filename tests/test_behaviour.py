@@ -853,3 +853,10 @@ def test_hidden_sizes(script, tmp_path):
     pairs = [shape for name, shape in shapes.items() if len(shape) == 2]
     assert (5, 7) in pairs and (6, 5) in pairs
     assert_fails(script.run(tmp_path / "none", f"{script.short} --hidden-sizes 7 0"), 2, "--hidden")
+
+
+@every_script
+def test_schedules(script):
+    """test_longer tries those that the script names: here they are all named."""
+    schedules = {"anneal_lr", "anneal_clip", "final_exploration_noise"}
+    assert {*script.module.SCHEDULES} == schedules & {*asdict(script.module.Args())}

@@ -4,7 +4,9 @@ The oracles are plain PyTorch with torch.optim, and Stable-Baselines3.
 """
 
 import copy
+import dataclasses
 import functools
+import importlib
 import os
 from pathlib import Path
 
@@ -825,3 +827,20 @@ def test_noise_is_in_units_of_the_action_range(run_script):
     ddpg.Agent(3, 2, (8, 8))
     expected = [0.02 * torch.randn(1, 2).numpy() for _ in range(100)]
     np.testing.assert_allclose(noise, expected, atol=1e-6)
+
+
+def test_noise_that_falls_to_zero_is_a_schedule(capsys):
+    old = dataclasses.asdict(ddpg.Args(final_exploration_noise=0.0))
+    with pytest.raises(SystemExit):
+        ddpg.check_changes(old, old | {"total_timesteps": 2000000})
+    assert "final_exploration_noise" in capsys.readouterr().err
+
+
+CONTROL = ("ddpg_continuous_action", "td3_continuous_action", "sac_continuous_action", "ddpg_lstm")
+
+
+@pytest.mark.parametrize("script", CONTROL)
+def test_actions_have_the_dtype_of_their_space(script):
+    env = importlib.import_module(script).make_env("toys:ContinuousHalf-v0")
+    env.reset(seed=1)
+    env.step(np.zeros(2, np.float32))  # the toy takes no others

@@ -424,3 +424,16 @@ def test_a_saved_memory_goes_on_where_it_was():
     fresh = lstm.ActorMemory(agent, 2)
     assert np.array_equal(agent.act(obs, memory)[0], agent.act(obs, fresh)[0])
     assert memory.steps.tolist() == [0, 3]
+
+
+def test_targets_are_not_learned_through():
+    """Not even where an edited copy takes the networks themselves for the targets."""
+    args = make_args()
+    agent = lstm.Agent(3, 2, args)
+    learner = make_learner(agent)
+    learner.target = agent
+    reference = Reference(agent, learner, args)
+    batch = sequences(6)
+    lstm.update(agent, learner, batch, False, as_coefs(args), args)
+    reference.update(batch, False)
+    torch.testing.assert_close(flat(agent), flat(reference.nets), rtol=1e-5, atol=1e-6)

@@ -801,11 +801,12 @@ def test_missing_games_end_in_one_sentence(tmp_path, monkeypatch, capsys):
     assert "can't make PongNoFrameskip-v4" in capsys.readouterr().err
 
 
-def test_threads_of_pytorch_do_not_spin_unless_told():
+@pytest.mark.parametrize("name", ["ppo_atari", "ppo_atari_lstm", "ppo_atari_vector"])
+def test_threads_of_pytorch_do_not_spin_unless_told(name):
     """OpenMP reads it when torch is imported, so it must be set before."""
     code = (
         "import os, sys; sys.modules['torch'] = None\n"
-        "try: import ppo_atari_vector\n"
+        f"try: import {name}\n"
         "except ImportError as error: print(error.name, os.environ['GOMP_SPINCOUNT'])"
     )
     for own, expected in (({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7")):

@@ -101,13 +101,13 @@ class Buffered(Noise):
 
     observation_space = Box(0, np.inf, (1,), np.float32)
 
+    obs = None
+
     def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
+        if self.obs is None:
+            self.obs = np.zeros(1, np.float32)
         self.obs[:] = 0
         return self.obs, {}
-
-    def observe(self):
-        self.obs = np.zeros(1, np.float32)
 
     def step(self, action):
         self.obs += 1
@@ -561,7 +561,7 @@ def test_g10_rollouts_are_segments_of_fixed_length_that_go_on_where_the_last_end
 
 def test_final_observations_outlast_the_reset():
     """Of an environment that writes all its observations into one array, too."""
-    envs = ppo.VecEnv([ppo.make_env("Buffered-v0")], 1, np.float64)
+    envs = ppo.VecEnv([ppo.make_env("Buffered-v0")], 1, np.float32)
     episodes = [episode for _ in range(6) for episode in envs.step(np.zeros((1, 2)))[3]]
     assert [episode.final_obs.tolist() for episode in episodes] == [[3.0], [3.0]]
     assert [episode.episode_return for episode in episodes] == pytest.approx([0.3, 0.3])
@@ -982,6 +982,7 @@ def test_an_environment_that_does_not_come_back_starts_an_episode(capsys):
     other.load_state_dict(saved(envs))
     assert capsys.readouterr().out.count("can't be brought back exactly") == 2
     assert other.envs.actions == [[], []]
+    assert envs.discounted_returns.any() and not other.discounted_returns.any()
     for name in ("obs_rms", "return_rms"):
         ours, theirs = (getattr(x, name).state_dict() for x in (other, envs))
         assert leaves(ours) == leaves(theirs)
@@ -1205,3 +1206,31 @@ def test_an_environment_is_checked_with_the_wrappers_that_its_author_gave_it(cap
     assert "step() of Four-v0 must return 5 values" in capsys.readouterr().err
     gym.registry.pop("Four-v0")
     gym.registry.pop("Five-v0")
+
+
+def test_a_new_seed_comes_with_the_first_episode_after_steps_per_seed_steps():
+    """An episode of this toy has 7 steps."""
+    for steps_per_seed, seeds in ((7, 2), (8, 1)):
+        envs = [ppo.make_env("toys:ContinuousSame-v0")]
+        envs = ppo.VecEnv(envs, 1, np.float64, steps_per_seed)
+        for _ in range(7):
+            envs.step(np.zeros((1, 2)))
+        assert envs.seed_counts.tolist() == [seeds]
+
+
+def test_an_evaluation_cuts_an_episode_that_does_not_end(monkeypatch):
+    made, make_env = [], ppo.make_env
+    envs = make_envs("Noise-v0", 1, 1)
+    monkeypatch.setattr(ppo, "make_env", lambda *x, **named: made.append(named) or make_env(*x))
+    envs.for_evaluation("Noise-v0", 1, None)
+    assert made == [{"max_steps": 100000}]
+
+
+def test_loaded_statistics_count_at_once():
+    envs = make_envs("Noise-v0", 2, 1)
+    play(envs, 20)
+    other = make_envs("Noise-v0", 2, 1)
+    before = other.obs
+    other.load_statistics(saved(envs))
+    assert np.array_equal(other.obs, envs.obs_rms.normalize(other.envs.obs))
+    assert not np.array_equal(other.obs, before)

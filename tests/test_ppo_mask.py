@@ -125,6 +125,16 @@ def test_masked_logits_get_no_gradient():
     assert grad[[1, 2]].abs().min() > 1
 
 
+def test_what_is_masked_has_no_chance_however_low_the_rest():
+    agent = ppo_mask.Agent(3, [3, 2], (64, 64))
+    agent.actor[4].bias.data -= 1000
+    obs = torch.cat((torch.randn(8, 3), torch.tensor([[0.0, 1, 1, 1, 0]]).expand(8, 5)), 1)
+    actions = agent.policy()(obs.numpy(), 0.0)
+    assert actions[:, 0].min() > 0 and not actions[:, 1].any()
+    logprobs, _, _ = agent(obs, torch.tensor([[0, 0]]).expand(8, 2))
+    assert (logprobs.exp() == 0).all()
+
+
 @pytest.mark.parametrize("env_id", SPACES)
 def test_rollouts_keep_to_the_masks(env_id):
     """The toy refuses any other action, and what isn't in its space, with its start and dtype."""

@@ -34,6 +34,7 @@ from processes import (
     load_checkpoint,
     outcome,
     progress,
+    read_record,
     returns,
     run_process,
     scalars,
@@ -228,7 +229,7 @@ def test_resume_of_halfcheetah(run, succeed, tmp_path):
     assert differences(tmp_path / "whole" / RUN, tmp_path / "killed" / RUN) == []
 
 
-@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGINT,SIGTERM", 143)])
 def test_a_signal_ends_the_run_after_its_iteration(run, succeed, whole, tmp_path, name, code):
     result = run(tmp_path, FLAGS, TOY_FAULT=f"{name} 650")
     assert result.returncode == code and "Traceback" not in result.stderr, result.stderr
@@ -238,11 +239,14 @@ def test_a_signal_ends_the_run_after_its_iteration(run, succeed, whole, tmp_path
     assert differences(whole.outcome, tmp_path / RUN) == []
 
 
-@pytest.mark.parametrize("fault", ["SIGINT,SIGINT 650", "SIGTERM,SIGINT 650", "SIGTERM 1505"])
+AT_ONCE = ["SIGINT,SIGINT 650", "SIGTERM,SIGINT 650", "SIGINT 1505", "SIGTERM 1505"]
+
+
+@pytest.mark.parametrize("fault", AT_ONCE)
 def test_a_signal_that_ends_the_run_at_once(run, succeed, whole, tmp_path, fault):
     """The second one, and one in the last evaluation: the last checkpoint is as it was."""
     result = run(tmp_path, FLAGS, TOY_FAULT=fault)
-    assert result.returncode == (-signal.SIGTERM if "1505" in fault else 130)
+    assert result.returncode == (-signal.SIGTERM if fault == "SIGTERM 1505" else 130)
     assert progress(tmp_path / RUN)["iteration"] == (10 if "1505" in fault else 3)
     assert not (tmp_path / RUN / "evaluation.json").exists()
     succeed(tmp_path, f"--resume {RUN}")
@@ -653,3 +657,48 @@ def test_cleanrl_command_line(succeed, tmp_path):
     succeed(tmp_path, " ".join(flags), WANDB_MODE="disabled")
     args = json.loads((tmp_path / RUN / "config.json").read_text())["args"]
     assert {name: args[name] for name in CLEANRL} == CLEANRL
+
+
+FREE = {"init_from", "capture_video", "eval_interval", "eval_episodes", "checkpoint_interval"}
+
+
+@pytest.mark.parametrize("name", asdict(ppo.Args()))
+def test_each_flag_is_free_or_fixed(capsys, name):
+    old = asdict(ppo.Args(anneal_lr=False))
+    changed = old | {name: 2000000 if name == "total_timesteps" else "other"}
+    if name in FREE | {"total_timesteps"}:
+        ppo.check_changes(old, changed)
+        return
+    with pytest.raises(SystemExit):
+        ppo.check_changes(old, changed)
+    assert f"'{name}': " in capsys.readouterr().err
+
+
+def test_half_a_row_is_cut_off(succeed, whole, stopped, tmp_path):
+    with open(stopped / "episodes.csv", "a") as file:
+        file.write("75")
+    succeed(tmp_path, f"--resume {RUN}")
+    assert differences(whole.outcome, stopped) == []
+
+
+def test_a_finished_run_that_goes_on_is_no_finished_run(run, whole, tmp_path):
+    shutil.copytree(whole.run_dir, tmp_path / RUN)
+    killed = run(tmp_path, f"--resume {RUN}", TOY_FAULT="SIGKILL 3@3")
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / RUN / "evaluation.json").exists()
+
+
+def test_a_run_that_diverges_ends_with_its_iteration(run, tmp_path):
+    """Not with the next checkpoint."""
+    record = tmp_path / "record"
+    flags = f"{FLAGS} --checkpoint-interval 100"
+    result = run(tmp_path, flags, TOY_FAULT="nan-reward 310", TOY_RECORD=record)
+    assert_fails(result, 1, "not finite")
+    assert sum("action" in event for event in read_record(record)) == 3 + 450  # 3: check_env's
+
+
+def test_a_resumed_run_can_only_become_longer(capsys):
+    old = asdict(ppo.Args(anneal_lr=False))
+    with pytest.raises(SystemExit):
+        ppo.check_changes(old, old | {"total_timesteps": 5})
+    assert "which can only become more" in capsys.readouterr().err

@@ -331,3 +331,16 @@ def test_networks_and_defaults():
     assert (args.autotune, args.alpha, args.target_entropy) == (True, 1.0, None)
     assert (args.learning_starts, args.random_steps, args.updates_per_step) == (10_000, None, 1.0)
     assert (args.norm_obs, args.norm_reward, args.weight_decay) == (False, False, 0.0)
+
+
+def test_targets_are_not_learned_through():
+    """Not even where an edited copy takes the critics themselves for their targets."""
+    args = sac.Args(hidden_sizes=(16, 16))
+    agent = sac.Agent(3, 2, args.hidden_sizes)
+    learner = make_learner(agent, args)
+    learner.target = agent.critic
+    reference = Reference(agent, learner, args, 2)
+    batch, noises = transitions(32, 3, 2), torch.randn(2, 32, 2)
+    sac.update(agent, learner, batch, noises, as_coefs(args, 2), args)
+    reference.update(batch, noises)
+    torch.testing.assert_close(flat(agent), flat(reference.nets), rtol=1e-5, atol=1e-6)

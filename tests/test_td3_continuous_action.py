@@ -246,3 +246,16 @@ def test_without_a_bound_noise_is_not_clipped(run_script):
         ran = run_script(SCRIPT, *QUICK, *flags, *noise, "--run-name", bound)
         sums.append(ran.learner.sums.tolist())
     assert sums[0] == sums[1] != sums[2]
+
+
+def test_targets_are_not_learned_through():
+    """Not even where an edited copy takes the networks themselves for the targets."""
+    args = td3.Args(hidden_sizes=(16, 16))
+    agent = td3.Agent(3, 2, args.hidden_sizes)
+    learner = make_learner(agent)
+    learner.target = agent
+    reference = Reference(agent, learner, args)
+    batch, noise = transitions(32, 3, 2), torch.randn(32, 2)
+    td3.update(agent, learner, batch, noise, False, as_coefs(args), args)
+    reference.update(batch, noise, False)
+    torch.testing.assert_close(flat(agent), flat(reference.nets), rtol=1e-5, atol=1e-7)
