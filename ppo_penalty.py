@@ -425,7 +425,8 @@ def float_space(space, env_id):
     Ends the program if a part of the space can't become a flat array.
     """
     if isinstance(space, gym.spaces.Dict):
-        return gym.spaces.Dict({name: float_space(part, env_id) for name, part in space.items()})
+        parts = [(name, float_space(part, env_id)) for name, part in space.items()]
+        return gym.spaces.Dict(parts)  # in their order, which a dict of them would lose
     if isinstance(space, gym.spaces.Tuple):
         return gym.spaces.Tuple([float_space(part, env_id) for part in space])
     if isinstance(space, gym.spaces.Box):

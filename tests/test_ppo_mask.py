@@ -236,10 +236,10 @@ def test_the_end_of_an_episode_may_allow_nothing():
     "returned, sentence",
     [
         ((np.zeros(3), None), "reset() of Bad-v0 must return 2 values"),
-        ((np.zeros(2), {}), "reset() of Bad-v0 returns an observation of shape (2,)"),
+        ((np.zeros(2), {}), "reset() of Bad-v0 returns another shape than its space's: (2,)"),
         ((np.zeros(3), 0.0, False, {}), "step() of Bad-v0 must return 5 values"),
-        ((np.zeros(2), 0.0, False, False, {}), "step() of Bad-v0 returns an observation"),
-        ((np.zeros(3), np.zeros(1), False, False, {}), "must return a number as reward"),
+        ((np.zeros(2), 0.0, False, False, {}), "step() of Bad-v0 returns another shape"),
+        ((np.zeros(3), np.zeros(1), False, False, {}), "must return a number as its reward"),
     ],
 )
 def test_what_reset_and_step_return_is_checked(returned, sentence, capsys):
