@@ -33,7 +33,6 @@ import math
 import os
 import platform
 import random
-import re
 import shlex
 import signal
 import subprocess
@@ -133,8 +132,7 @@ def check(condition, message):
 def read_flags():
     """Returns the flags, and the checkpoint that the run starts from, or None.
 
-    With --resume and --evaluate the flags are those of the old run. --resume lets a few be given
-    again, --evaluate all.
+    With --resume and --evaluate the flags are those of the old run, where they aren't given again.
     """
     sys.path.append("")  # the current folder, for --env-id my_envs:MyEnv-v0
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
@@ -148,12 +146,12 @@ def read_flags():
     try:  # weights_only: a stranger's file can't run code
         saved = torch.load(path, map_location="cpu", weights_only=True)
         flags = {name: x for name, x in saved["args"].items() if name in asdict(args)}
-        old_args = replace(Args(**flags), resume=args.resume, evaluate=args.evaluate)
     except Exception as error:  # torch.load raises many kinds
         check(False, f"{path} is no checkpoint of {SCRIPT}, or damaged: {type(error).__name__}")
     if args.init_from:
         return args, saved
-    args = tyro.cli(Args, default=replace(old_args, init_from=None))
+    old_args = replace(Args(**flags), resume=args.resume, evaluate=args.evaluate, init_from=None)
+    args = tyro.cli(Args, default=old_args)
     if args.resume:
         script = saved.get("script")
         check(script == SCRIPT, f"the run was made by {script}: resume it with that script")
@@ -163,25 +161,15 @@ def read_flags():
 
 def check_changes(old, new):
     """Ends the program if flags of a resumed run, dicts, can't be as they are now."""
-    grows = new["total_timesteps"] >= old["total_timesteps"]
-    check(grows, f"the run was made for {old['total_timesteps']} steps, which can only become more")
     changed = {name for name in new if new[name] != old[name]}
-    free = {"init_from", "capture_video", "eval_interval", "eval_episodes", "checkpoint_interval"}
-    fixed = {name: old[name] for name in changed - free - {"total_timesteps"}}
-    check(not fixed, f"the run was made with {fixed}: leave these flags out")
-    for name in SCHEDULES:
-        is_on = old[name] is not None and old[name] is not False  # 0.0 is on
+    if "total_timesteps" in changed:
+        schedules = [name for name in SCHEDULES if old[name]]
         advice = "start a new run with --init-from"
-        fits = not is_on or "total_timesteps" not in changed
-        check(fits, f"--total-timesteps can't change, since {name} depends on it: {advice}")
-
-
-def cpu_name():
-    """The processor's name, which platform.processor() doesn't know on Linux."""
-    if sys.platform != "linux":
-        return platform.processor()
-    # "" where there is no such line, as on ARM
-    return re.findall("model name.*: (.*)|$", Path("/proc/cpuinfo").read_text())[0]
+        check(not schedules, f"--total-timesteps can't change with {schedules}: {advice}")
+    free = ("total_timesteps", "capture_video", "checkpoint_interval")
+    free += ("eval_interval", "eval_episodes")
+    fixed = {name: old[name] for name in changed.difference(free)}
+    check(not fixed, f"the run was made with {fixed}: leave these flags out")
 
 
 class Run:
@@ -202,14 +190,21 @@ class Run:
         self.best_return = -math.inf  # of the evaluations during the training
         self.wandb_id = None
         self.stop_signal = None
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-        self.machine = {"torch": str(torch.__version__), "cpu": cpu_name(), "gpu": gpu}
         self.parts = {"run": self}
+        self.machine = {
+            "torch": str(torch.__version__),
+            "cpu": torch.cpu.get_capabilities().get("cpu_name"),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        }
         if args.evaluate:
             path = Path(args.evaluate)
             self.folder = path if path.is_dir() else path.parent
             return
-        self.folder = Path(args.resume) if args.resume else self.make_folder()
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        name = args.run_name or name.replace("/", "-").replace(":", "-")
+        self.folder = Path(args.resume or f"runs/{name}")
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(self.folder / "lock")
         try:
             self.lock.acquire(timeout=0)
@@ -218,27 +213,17 @@ class Run:
         if not args.resume:
             self.write_config()
 
-    def make_folder(self):
-        """Makes the folder of a new run; returns it."""
-        name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
-        folder = Path("runs", self.args.run_name or name.replace("/", "-").replace(":", "-"))
-        is_new = not (folder / "checkpoint.pt").exists()
-        check(is_new, f"{folder} has a run: --resume it, or choose another --run-name")
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
     def write_config(self):
-        """Writes config.json and a copy of the script."""
-        describe = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
-        # By a shell, so that it gives nothing where there is no git
-        git = subprocess.run(describe, shell=True, capture_output=True, text=True)
+        """Writes config.json and a copy of the script into the folder of a new run."""
+        is_new = not (self.folder / "checkpoint.pt").exists()
+        check(is_new, f"{self.folder} has a run: --resume it, or choose another --run-name")
+        git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
         versions = {package.name: package.version for package in distributions()}
         config = {
             "args": asdict(self.args),
             "defaults": asdict(Args()),
-            "script": str(Path(__file__).absolute()),
             "command": sys.argv,
-            "git_commit": git.stdout.strip(),
+            "git_commit": subprocess.getoutput(git),
             "machine": self.machine,
             "versions": {"python": platform.python_version(), **versions},
         }
@@ -289,8 +274,7 @@ class Run:
         self.episodes_file.seek(0)
         size = len(self.episodes_file.readline())  # of the header
         for row in self.episodes_file:
-            step = row.split(",")[0]
-            if row.endswith("\n") and step.isdigit() and int(step) <= self.global_step:
+            if row.endswith("\n") and int(row.split(",")[0]) <= self.global_step:
                 size += len(row)
         self.episodes_file.truncate(size)
         if size == 0:
@@ -334,8 +318,8 @@ class Run:
         (self.folder / "evaluation.json").unlink(missing_ok=True)
         if not self.args.resume:
             self.save()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self.on_signal)
+        signal.signal(signal.SIGINT, self.on_signal)
+        signal.signal(signal.SIGTERM, self.on_signal)
         # A bar on a terminal; elsewhere there is a line for each checkpoint
         bar = tqdm(total=self.total_steps, initial=self.global_step, unit=" steps", disable=None)
         while self.global_step < self.total_steps:
@@ -344,16 +328,17 @@ class Run:
             mean_return = f"return {np.mean(self.recent_returns or [math.nan]):.1f}"
             bar.set_postfix_str(mean_return, refresh=False)
             bar.update(self.global_step - bar.n)
-            done = self.stop_signal is not None or self.global_step >= self.total_steps
+            stop = self.stop_signal
+            done = stop or self.global_step >= self.total_steps
             if done or self.iteration % self.args.checkpoint_interval == 0:
                 self.save()
                 if bar.disable:
                     print(f"saved at step {self.global_step}, {mean_return}", flush=True)
-            if self.stop_signal:
+            if stop:
                 bar.close()
                 command = shlex.join(["python", sys.argv[0], "--resume", str(self.folder)])
                 print(f"stopped at step {self.global_step}; go on with: {command}")
-                sys.exit(128 + self.stop_signal)
+                sys.exit(128 + stop)
         bar.close()
         self.writer.close()
         self.episodes_file.close()
@@ -525,9 +510,8 @@ class VecEnv:
         self.actions[i].append(action.copy())
         episode = None
         if terminated or truncated:
-            statistics = info.get(
-                "plainrl_statistics"
-            )  # none after a lost life in Atari: the game goes on
+            # None after a lost life in Atari: the game goes on
+            statistics = info.get("plainrl_statistics")
             if statistics:
                 ended_by = "termination" if terminated else "truncation"
                 final_obs = np.array(obs, self.obs.dtype)  # a copy: the reset may write over it
@@ -618,7 +602,7 @@ def numpy_mlp(network):
 
     def linear(layer):
         weight = layer.weight.detach().cpu().numpy().T.copy()
-        bias = layer.bias.detach().cpu().numpy().copy()
+        bias = layer.bias.detach().cpu().numpy()[None].copy()
         return lambda x: x.dot(weight) + bias  # faster than x @ weight + bias
 
     layers = [linear(layer) if isinstance(layer, nn.Linear) else np.tanh for layer in network]
@@ -688,7 +672,7 @@ def rollout(agent, envs, num_steps):
         rewards, terminations, truncations, ended = envs.step(actions)
         steps.append((obs, actions, rewards, terminations, truncations))
         episodes += [(step, episode) for episode in ended]
-    obs, actions, rewards, terminations, truncations = map(np.stack, zip(*steps))
+    obs, actions, rewards, terminations, truncations = map(np.array, zip(*steps))
     return obs, actions, rewards.astype(np.float32), terminations, truncations, episodes
 
 

@@ -34,7 +34,6 @@ import math
 import os
 import platform
 import random
-import re
 import shlex
 import signal
 import subprocess
@@ -98,14 +97,11 @@ class Args:
     policy_frequency: int = 1  # update the actor and the targets at every N-th update of the critic
     noise_type: Literal["gaussian", "ou"] = "gaussian"  # independent, or Ornstein-Uhlenbeck's
     exploration_noise: float = 0.1  # standard deviation for actions in [-1, 1] (ou: of its steps)
-    final_exploration_noise: float | None = None  # at the last step, reached linearly
     max_grad_norm: float | None = None  # largest norm of the gradient, actor's and critic's
     weight_decay: float = 0.0  # weight of the L2 penalty on the critic's parameters
-    norm_obs: bool = False  # normalise observations by their running mean and deviation
-    norm_reward: bool = False  # divide rewards by the running deviation of the discounted return
 
 
-SCHEDULES = ("final_exploration_noise",)  # flags whose effect depends on --total-timesteps
+SCHEDULES = ()  # flags whose effect depends on --total-timesteps
 
 
 def check_args(args):
@@ -142,8 +138,7 @@ def check(condition, message):
 def read_flags():
     """Returns the flags, and the checkpoint that the run starts from, or None.
 
-    With --resume and --evaluate the flags are those of the old run. --resume lets a few be given
-    again, --evaluate all.
+    With --resume and --evaluate the flags are those of the old run, where they aren't given again.
     """
     sys.path.append("")  # the current folder, for --env-id my_envs:MyEnv-v0
     args = tyro.cli(Args, description=__doc__.splitlines()[0])
@@ -157,12 +152,12 @@ def read_flags():
     try:  # weights_only: a stranger's file can't run code
         saved = torch.load(path, map_location="cpu", weights_only=True)
         flags = {name: x for name, x in saved["args"].items() if name in asdict(args)}
-        old_args = replace(Args(**flags), resume=args.resume, evaluate=args.evaluate)
     except Exception as error:  # torch.load raises many kinds
         check(False, f"{path} is no checkpoint of {SCRIPT}, or damaged: {type(error).__name__}")
     if args.init_from:
         return args, saved
-    args = tyro.cli(Args, default=replace(old_args, init_from=None))
+    old_args = replace(Args(**flags), resume=args.resume, evaluate=args.evaluate, init_from=None)
+    args = tyro.cli(Args, default=old_args)
     if args.resume:
         script = saved.get("script")
         check(script == SCRIPT, f"the run was made by {script}: resume it with that script")
@@ -172,25 +167,15 @@ def read_flags():
 
 def check_changes(old, new):
     """Ends the program if flags of a resumed run, dicts, can't be as they are now."""
-    grows = new["total_timesteps"] >= old["total_timesteps"]
-    check(grows, f"the run was made for {old['total_timesteps']} steps, which can only become more")
     changed = {name for name in new if new[name] != old[name]}
-    free = {"init_from", "capture_video", "eval_interval", "eval_episodes", "checkpoint_interval"}
-    fixed = {name: old[name] for name in changed - free - {"total_timesteps"}}
-    check(not fixed, f"the run was made with {fixed}: leave these flags out")
-    for name in SCHEDULES:
-        is_on = old[name] is not None and old[name] is not False  # 0.0 is on
+    if "total_timesteps" in changed:
+        schedules = [name for name in SCHEDULES if old[name]]
         advice = "start a new run with --init-from"
-        fits = not is_on or "total_timesteps" not in changed
-        check(fits, f"--total-timesteps can't change, since {name} depends on it: {advice}")
-
-
-def cpu_name():
-    """The processor's name, which platform.processor() doesn't know on Linux."""
-    if sys.platform != "linux":
-        return platform.processor()
-    # "" where there is no such line, as on ARM
-    return re.findall("model name.*: (.*)|$", Path("/proc/cpuinfo").read_text())[0]
+        check(not schedules, f"--total-timesteps can't change with {schedules}: {advice}")
+    free = ("total_timesteps", "capture_video", "checkpoint_interval")
+    free += ("eval_interval", "eval_episodes")
+    fixed = {name: old[name] for name in changed.difference(free)}
+    check(not fixed, f"the run was made with {fixed}: leave these flags out")
 
 
 class Run:
@@ -211,14 +196,21 @@ class Run:
         self.best_return = -math.inf  # of the evaluations during the training
         self.wandb_id = None
         self.stop_signal = None
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-        self.machine = {"torch": str(torch.__version__), "cpu": cpu_name(), "gpu": gpu}
         self.parts = {"run": self}
+        self.machine = {
+            "torch": str(torch.__version__),
+            "cpu": torch.cpu.get_capabilities().get("cpu_name"),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        }
         if args.evaluate:
             path = Path(args.evaluate)
             self.folder = path if path.is_dir() else path.parent
             return
-        self.folder = Path(args.resume) if args.resume else self.make_folder()
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        name = args.run_name or name.replace("/", "-").replace(":", "-")
+        self.folder = Path(args.resume or f"runs/{name}")
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(self.folder / "lock")
         try:
             self.lock.acquire(timeout=0)
@@ -227,27 +219,17 @@ class Run:
         if not args.resume:
             self.write_config()
 
-    def make_folder(self):
-        """Makes the folder of a new run; returns it."""
-        name = f"{self.args.env_id}__{self.args.exp_name}__{self.args.seed}__{int(time.time())}"
-        folder = Path("runs", self.args.run_name or name.replace("/", "-").replace(":", "-"))
-        is_new = not (folder / "checkpoint.pt").exists()
-        check(is_new, f"{folder} has a run: --resume it, or choose another --run-name")
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
     def write_config(self):
-        """Writes config.json and a copy of the script."""
-        describe = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
-        # By a shell, so that it gives nothing where there is no git
-        git = subprocess.run(describe, shell=True, capture_output=True, text=True)
+        """Writes config.json and a copy of the script into the folder of a new run."""
+        is_new = not (self.folder / "checkpoint.pt").exists()
+        check(is_new, f"{self.folder} has a run: --resume it, or choose another --run-name")
+        git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
         versions = {package.name: package.version for package in distributions()}
         config = {
             "args": asdict(self.args),
             "defaults": asdict(Args()),
-            "script": str(Path(__file__).absolute()),
             "command": sys.argv,
-            "git_commit": git.stdout.strip(),
+            "git_commit": subprocess.getoutput(git),
             "machine": self.machine,
             "versions": {"python": platform.python_version(), **versions},
         }
@@ -298,8 +280,7 @@ class Run:
         self.episodes_file.seek(0)
         size = len(self.episodes_file.readline())  # of the header
         for row in self.episodes_file:
-            step = row.split(",")[0]
-            if row.endswith("\n") and step.isdigit() and int(step) <= self.global_step:
+            if row.endswith("\n") and int(row.split(",")[0]) <= self.global_step:
                 size += len(row)
         self.episodes_file.truncate(size)
         if size == 0:
@@ -343,8 +324,8 @@ class Run:
         (self.folder / "evaluation.json").unlink(missing_ok=True)
         if not self.args.resume:
             self.save()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self.on_signal)
+        signal.signal(signal.SIGINT, self.on_signal)
+        signal.signal(signal.SIGTERM, self.on_signal)
         # A bar on a terminal; elsewhere there is a line for each checkpoint
         bar = tqdm(total=self.total_steps, initial=self.global_step, unit=" steps", disable=None)
         while self.global_step < self.total_steps:
@@ -353,16 +334,17 @@ class Run:
             mean_return = f"return {np.mean(self.recent_returns or [math.nan]):.1f}"
             bar.set_postfix_str(mean_return, refresh=False)
             bar.update(self.global_step - bar.n)
-            done = self.stop_signal is not None or self.global_step >= self.total_steps
+            stop = self.stop_signal
+            done = stop or self.global_step >= self.total_steps
             if done or self.iteration % self.args.checkpoint_interval == 0:
                 self.save()
                 if bar.disable:
                     print(f"saved at step {self.global_step}, {mean_return}", flush=True)
-            if self.stop_signal:
+            if stop:
                 bar.close()
                 command = shlex.join(["python", sys.argv[0], "--resume", str(self.folder)])
                 print(f"stopped at step {self.global_step}; go on with: {command}")
-                sys.exit(128 + self.stop_signal)
+                sys.exit(128 + stop)
         bar.close()
         self.writer.close()
         self.episodes_file.close()
@@ -548,9 +530,8 @@ class VecEnv:
         self.actions[i].append(action.copy())
         episode = None
         if terminated or truncated:
-            statistics = info.get(
-                "plainrl_statistics"
-            )  # none after a lost life in Atari: the game goes on
+            # None after a lost life in Atari: the game goes on
+            statistics = info.get("plainrl_statistics")
             if statistics:
                 ended_by = "termination" if terminated else "truncation"
                 final_obs = np.array(obs, self.obs.dtype)  # a copy: the reset may write over it
@@ -606,101 +587,6 @@ class VecEnv:
                 print(f"environment {i} can't be brought back exactly: it starts a new episode")
                 self.obs[i] = self.reset_with_new_seed(i)
                 self.restarted[i] = True
-
-
-class RunningMeanStd:
-    """Mean and variance of all samples seen, float64 (baselines common/running_mean_std.py)."""
-
-    def __init__(self, shape):
-        self.mean = np.zeros(shape)
-        self.var = np.ones(shape)
-        self.count = np.array(1e-4)
-
-    def update(self, batch):
-        """Adds a batch (n, *shape), float64."""
-        n = len(batch)
-        mean = batch[0]
-        squares = 0.0
-        if n > 1:
-            mean = np.add.reduce(batch) / n  # np.mean and np.var take three times as long
-            squares = np.add.reduce((batch - mean) ** 2)
-        delta = mean - self.mean
-        total = self.count + n
-        squares = squares + delta * delta * (self.count * n / total)
-        self.mean = self.mean + delta * (n / total)
-        self.var = (self.var * self.count + squares) / total
-        self.count = total
-
-    def normalize(self, x):
-        """x (..., *shape) in standard deviations from the mean, clipped to 10 (M2), float32."""
-        x = (x - self.mean) / np.sqrt(self.var + 1e-8)
-        return np.minimum(np.maximum(x, -10.0), 10.0).astype(np.float32)
-
-    def state_dict(self):
-        return {name: torch.tensor(x) for name, x in vars(self).items()}
-
-    def load_state_dict(self, state):
-        for name, x in state.items():
-            setattr(self, name, x.numpy())
-
-
-class Normalizer:
-    """Running statistics of what a VecEnv gives, and what --norm-obs and --norm-reward do with it.
-
-    As VecNormalize of openai/baselines (vec_env/vec_normalize.py), but the replay buffer keeps what
-    came from the environments, which is normalised each time that it is used.
-    """
-
-    def __init__(self, envs, args):
-        self.norm_obs = args.norm_obs
-        self.norm_reward = args.norm_reward
-        self.gamma = args.gamma
-        self.obs_rms = RunningMeanStd(envs.obs.shape[1])
-        self.return_rms = RunningMeanStd(())
-        self.discounted_returns = np.zeros(len(envs.obs))
-        if self.norm_obs:
-            self.obs_rms.update(envs.obs)
-
-    def update(self, obs, rewards, dones):
-        """Counts what a step gave: obs (num_envs, obs_dim), rewards and dones (num_envs,)."""
-        if self.norm_reward:
-            self.discounted_returns = self.discounted_returns * self.gamma + rewards
-            self.return_rms.update(self.discounted_returns)
-            self.discounted_returns[dones] = 0.0
-        if self.norm_obs:
-            self.obs_rms.update(obs)
-
-    def normalize_obs(self, obs):
-        """obs (..., obs_dim) -> float32, as the networks see them."""
-        if self.norm_obs:
-            return self.obs_rms.normalize(obs)
-        return obs.astype(np.float32)
-
-    def normalize_batch(self, batch):
-        """Rows of a replay buffer, {name: array} -> the same as the networks see them."""
-        rewards = batch["rewards"]
-        if self.norm_reward:
-            rewards = rewards / np.sqrt(self.return_rms.var + 1e-8)
-            rewards = rewards.clip(-10.0, 10.0).astype(np.float32)
-        obs = self.normalize_obs(batch["obs"])
-        next_obs = self.normalize_obs(batch["next_obs"])
-        return {**batch, "obs": obs, "next_obs": next_obs, "rewards": rewards}
-
-    def state_dict(self):
-        return {
-            "obs_rms": self.obs_rms.state_dict(),
-            "return_rms": self.return_rms.state_dict(),
-            "discounted_returns": torch.tensor(self.discounted_returns),
-        }
-
-    def load_state_dict(self, state):
-        self.load_statistics(state)
-        self.discounted_returns = state["discounted_returns"].numpy()
-
-    def load_statistics(self, state):
-        """Loads only what an evaluation or another run can use."""
-        self.obs_rms.load_state_dict(state["obs_rms"])
-        self.return_rms.load_state_dict(state["return_rms"])
 
 
 class ReplayBuffer:
@@ -793,7 +679,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def act(self, obs):
-        """Arrays: what normalize_obs returns, (n, obs_dim) -> actions (n, action_dim)."""
+        """Arrays: obs float32 (n, obs_dim) -> actions (n, action_dim)."""
         obs = torch.from_numpy(obs).to(self.actor[0].bias.device)
         return self.actor(obs).cpu().numpy()
 
@@ -811,16 +697,12 @@ class ExplorationNoise:
     def __init__(self, shape, args):
         # theta of the process is 0.15 (section 7 of Lillicrap et al.)
         self.decay = 0.85 if args.noise_type == "ou" else 0.0
-        self.first_std = args.exploration_noise
-        self.last_std = args.exploration_noise
-        if args.final_exploration_noise is not None:
-            self.last_std = args.final_exploration_noise
+        self.std = args.exploration_noise
         self.state = np.zeros(shape, np.float32)
 
-    def sample(self, progress):
-        """Returns noise (num_envs, action_dim), float32; progress: part of the run, 0 to 1."""
-        std = self.first_std + (self.last_std - self.first_std) * progress
-        self.state = self.decay * self.state + std * torch.randn(self.state.shape).numpy()
+    def sample(self):
+        """Returns noise (num_envs, action_dim), float32."""
+        self.state = self.decay * self.state + self.std * torch.randn(self.state.shape).numpy()
         return self.state
 
     def reset(self, dones):
@@ -933,9 +815,9 @@ def update(agent, learner, batch, with_actor, coefs, args):
     learner.add_metrics(*metrics)
 
 
-def sample_batch(replay, normalizer, args, device):
+def sample_batch(replay, args, device):
     """Draws a minibatch of transitions -> {column: tensor (batch_size, ...)}, see ReplayBuffer."""
-    batch = normalizer.normalize_batch(replay.read(replay.draw(args.batch_size)))
+    batch = replay.read(replay.draw(args.batch_size))
     return {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
 
 
@@ -967,7 +849,7 @@ def compile_or_not(function, args, device):
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
-def evaluate(agent, normalizer, envs, args, video_dir, step=None):
+def evaluate(agent, envs, args, video_dir, step=None):
     """Plays --eval-episodes episodes with deterministic actions; returns them.
 
     In an environment of its own, with other seeds than the training's envs, and during the
@@ -979,7 +861,7 @@ def evaluate(agent, normalizer, envs, args, video_dir, step=None):
     envs = envs.for_evaluation(args.env_id, seed, video_dir)
     episodes = []
     while len(episodes) < args.eval_episodes:
-        _, _, _, ended = envs.step(agent.act(normalizer.normalize_obs(envs.obs)))
+        _, _, _, ended = envs.step(agent.act(envs.obs))
         episodes += ended
     envs.close()
     return episodes
@@ -1000,8 +882,7 @@ if __name__ == "__main__":
     torch.manual_seed(args.seed)
 
     num_iterations = args.total_timesteps // args.num_envs
-    envs = VecEnv([make_env(args.env_id) for _ in range(args.num_envs)], args.seed, np.float64)
-    normalizer = Normalizer(envs, args)
+    envs = VecEnv([make_env(args.env_id) for _ in range(args.num_envs)], args.seed, np.float32)
     obs_dim = envs.obs.shape[1]
     action_dim = gym.spaces.flatdim(envs.action_space)
     agent = Agent(obs_dim, action_dim, args.hidden_sizes).to(device)
@@ -1009,12 +890,8 @@ if __name__ == "__main__":
     video_dir = run.folder / "videos" if args.capture_video else None
     if args.evaluate or args.init_from:
         run.load(agent=agent)
-        normalizer.load_statistics(saved["normalizer"])
-        for name in ("norm_obs", "norm_reward"):
-            same = saved["args"][name] == getattr(args, name)
-            check(same, f"the networks were trained with another {name}: give the same")
     if args.evaluate:
-        run.finish(evaluate(agent, normalizer, envs, args, video_dir))
+        run.finish(evaluate(agent, envs, args, video_dir))
         sys.exit()
     learner = Learner(agent)
     noise = ExplorationNoise((args.num_envs, action_dim), args)
@@ -1028,12 +905,9 @@ if __name__ == "__main__":
     spare = args.checkpoint_interval * args.num_envs
     path = run.folder / "replay.bin"
     replay = ReplayBuffer(path, args.buffer_size, spare, columns, is_new=not args.resume)
-    run.restore(
-        agent=agent, learner=learner, noise=noise, normalizer=normalizer, replay=replay, envs=envs
-    )
+    run.restore(agent=agent, learner=learner, noise=noise, replay=replay, envs=envs)
     if args.resume:  # an episode that couldn't be brought back leaves nothing to the next one
         noise.reset(envs.restarted)
-        normalizer.discounted_returns[envs.restarted] = 0.0
 
     compiled_update = compile_or_not(update, args, device)
     coefs = {
@@ -1049,15 +923,11 @@ if __name__ == "__main__":
         if run.global_step < random_steps:
             actions = 2 * torch.rand(args.num_envs, action_dim).numpy() - 1
         else:
-            progress = iteration / max(num_iterations - 1, 1)
-            actions = agent.act(normalizer.normalize_obs(obs)) + noise.sample(progress)
-            actions = np.clip(actions, -1.0, 1.0)
+            actions = np.clip(agent.act(obs) + noise.sample(), -1.0, 1.0)
         run.check_finite(torch.from_numpy(actions))  # before they spoil the environment
 
         rewards, terminations, truncations, episodes = envs.step(actions)
-        dones = terminations | truncations
-        noise.reset(dones)
-        normalizer.update(envs.obs, rewards, dones)
+        noise.reset(terminations | truncations)
         next_obs = envs.obs.copy()
         for episode in episodes:
             next_obs[episode.env] = episode.final_obs
@@ -1072,7 +942,7 @@ if __name__ == "__main__":
         run.global_step += args.num_envs
         updates_after = count_updates(run.global_step, args)
         for number in range(updates_before, updates_after):
-            batch = sample_batch(replay, normalizer, args, device)
+            batch = sample_batch(replay, args, device)
             with_actor = number % args.policy_frequency == 0
             compiled_update(agent, learner, batch, with_actor, coefs, args)
 
@@ -1083,7 +953,7 @@ if __name__ == "__main__":
             means = learner.mean_metrics()
             run.log({f"losses/{name}": mean for name, mean in means.items()})
         if args.eval_interval > 0 and (iteration + 1) % args.eval_interval == 0:
-            run.log_evaluation(evaluate(agent, normalizer, envs, args, video_dir, run.global_step))
+            run.log_evaluation(evaluate(agent, envs, args, video_dir, run.global_step))
 
     envs.close()
-    run.finish(evaluate(agent, normalizer, envs, args, video_dir))
+    run.finish(evaluate(agent, envs, args, video_dir))

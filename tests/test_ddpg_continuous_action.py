@@ -4,7 +4,6 @@ The oracles are plain PyTorch with torch.optim, and Stable-Baselines3.
 """
 
 import copy
-import dataclasses
 import functools
 import importlib
 import os
@@ -18,9 +17,7 @@ from gymnasium.spaces import Box, Dict
 from processes import returns
 from stable_baselines3 import DDPG
 from stable_baselines3.common.logger import Logger
-from stable_baselines3.common.running_mean_std import RunningMeanStd
 from stable_baselines3.common.type_aliases import ReplayBufferSamples
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -356,9 +353,8 @@ def test_networks_and_defaults_are_those_of_the_td3_paper_s_code():
     assert args.total_timesteps == args.buffer_size == 1_000_000
     assert (args.learning_starts, args.random_steps) == (25_000, None)
     assert (args.learning_rate, args.gamma, args.tau, args.batch_size) == (3e-4, 0.99, 0.005, 256)
-    assert (args.exploration_noise, args.final_exploration_noise) == (0.1, None)
-    assert (args.noise_type, args.policy_frequency, args.updates_per_step) == ("gaussian", 1, 1.0)
-    assert (args.norm_obs, args.norm_reward) == (False, False)
+    assert (args.noise_type, args.exploration_noise) == ("gaussian", 0.1)
+    assert (args.policy_frequency, args.updates_per_step) == (1, 1.0)
     assert (args.weight_decay, args.max_grad_norm) == (0.0, None)
 
 
@@ -407,15 +403,6 @@ def test_next_observations_are_those_before_the_reset(run_script, env_id):
     assert np.array_equal(obs[1:][~last[:-1]], next_obs[:-1][~last[:-1]])
 
 
-OU = ["--noise-type", "ou"]
-NOISES = {
-    "gaussian": (0.02, None, [], 1.0),
-    "gaussian-scheduled": (0.02, 0.002, [], 1.0),
-    "ou-scheduled-up": (0.0, 0.01, OU, 0.15),
-    "ou-scheduled-down": (0.02, 0.0, OU, 0.15),
-}
-
-
 def stored_noise(ran):
     """What was added to the actions of a run of seed 5 that has updated nothing before its end."""
     obs, actions = stored(ran)[:2]
@@ -425,31 +412,26 @@ def stored_noise(ran):
         return actions - agent.actor(torch.tensor(obs)).numpy()
 
 
-@pytest.mark.parametrize("first, last, flags, theta", NOISES.values(), ids=NOISES.keys())
-def test_exploration_noise(run_script, first, last, flags, theta):
+@pytest.mark.parametrize("noise_type, theta", [("gaussian", 1.0), ("ou", 0.15)])
+def test_exploration_noise(run_script, noise_type, theta):
     """Action less policy is noise drawn from the run's random state.
 
-    The scale runs linearly from the first step's to the last one's, and the Ornstein-Uhlenbeck
-    process starts at 0 in each episode.
+    The Ornstein-Uhlenbeck process starts at 0 in each episode.
     """
-    if last is not None:
-        flags = [*flags, "--final-exploration-noise", str(last)]
     steps = 100
     ran = run_script(
         SCRIPT,
         *QUICK,
         *("--env-id", "Stamped-v0", "--num-envs", "2", "--total-timesteps", str(2 * steps)),
         *("--learning-starts", str(2 * steps - 1), "--random-steps", "0", "--seed", "5"),
-        *("--exploration-noise", str(first), *flags),
+        *("--exploration-noise", "0.02", "--noise-type", noise_type),
     )
     obs, actions = stored(ran)[:2]
     noises = stored_noise(ran)
-    last = first if last is None else last
     noise = np.zeros((2, 2))
     for step in range(steps):
-        scale = first + (last - first) * step / (steps - 1)
         noise[obs[step, :, 2] == 0] = 0.0
-        noise = noise * (1 - theta) + scale * torch.randn(2, 2).numpy()
+        noise = noise * (1 - theta) + 0.02 * torch.randn(2, 2).numpy()
         np.testing.assert_allclose(noises[step], noise, atol=1e-6)
     assert abs(actions).max() < 1
 
@@ -524,8 +506,8 @@ def test_numbers_of_updates(run_script, flags, critic_steps, actor_steps):
 
 
 ALL_OF_A_RUN = [
-    *("--norm-obs", "--norm-reward", "--policy-frequency", "2", "--updates-per-step", "1.5"),
-    *("--gamma", "0.9", "--noise-type", "ou", "--final-exploration-noise", "0.02"),
+    *("--policy-frequency", "2", "--updates-per-step", "1.5", "--gamma", "0.9"),
+    *("--noise-type", "ou", "--exploration-noise", "0.05"),
     *("--actor-learning-rate", "2e-4", "--critic-learning-rate", "5e-4", "--tau", "0.01"),
 ]
 
@@ -535,7 +517,7 @@ def test_a_run_equals_plain_code(run_script, flags):
     """All of a run of 240 steps in two environments.
 
     Each action, the logged losses, and the weights and targets at the end follow from the seed, the
-    environments' answers and the reference, with the statistics of SB3.
+    environments' answers and the reference.
     """
     ran = run_script(
         SCRIPT,
@@ -545,46 +527,27 @@ def test_a_run_equals_plain_code(run_script, flags):
         *("--eval-interval", "25", *flags),
     )
     args = ran.args
-    obs, actions, rewards, *_ = stored(ran)
-    next_obs = np.append(obs[1:], ran.envs.obs[None], 0)  # after resets
+    obs, actions = stored(ran)[:2]
     torch.manual_seed(7)
     agent = ddpg.Agent(3, 2, (8, 8))
     reference = Reference(agent, ddpg.Learner(agent), args)
     num_updates = 0
     noise = np.zeros((2, 2))
-    decay, last_std = (0.85, 0.02) if flags else (0.0, 0.1)
+    decay = 0.85 if flags else 0.0
     metrics, logged = [[], [], []], []
-    obs_rms, ret_rms, returns = RunningMeanStd(shape=(3,)), RunningMeanStd(shape=()), np.zeros(2)
-    obs_rms.update(obs[0])
-
-    def normalised(x):
-        if not args.norm_obs:
-            return x
-        return ((x - obs_rms.mean) / np.sqrt(obs_rms.var + 1e-8)).clip(-10, 10)
-
     for step in range(240):
         if 2 * step < 30:
             expected = draw_uniform(2, 2)
         else:
             noise[obs[step, :, 2] == 0] = 0.0
-            std = 0.1 + (last_std - 0.1) * step / 239
-            noise = decay * noise + std * torch.randn(2, 2).numpy()
-            inputs = torch.tensor(normalised(obs[step]), dtype=torch.float32)
+            noise = decay * noise + args.exploration_noise * torch.randn(2, 2).numpy()
             with torch.no_grad():
-                expected = (reference.nets.actor(inputs).numpy() + noise).clip(-1, 1)
+                policy = reference.nets.actor(torch.tensor(obs[step])).numpy()
+            expected = (policy + noise).clip(-1, 1)
         np.testing.assert_allclose(actions[step], expected, atol=1e-4)
-        obs_rms.update(next_obs[step])
-        returns = returns * args.gamma + rewards[step]
-        ret_rms.update(returns)
-        returns[next_obs[step, :, 2] == 0] = 0.0
         count = 2 * step + 2
         while num_updates < (count - 50) * args.updates_per_step:
-            batch = drawn_batch(ran, count)
-            batch["obs"], batch["next_obs"] = map(normalised, (batch["obs"], batch["next_obs"]))
-            if args.norm_reward:
-                scaled = batch["rewards"] / np.sqrt(ret_rms.var + 1e-8)
-                batch["rewards"] = scaled.clip(-10, 10)
-            batch = as_tensors(batch)
+            batch = as_tensors(drawn_batch(ran, count))
             with_actor = num_updates % args.policy_frequency == 0
             for values, value in zip(metrics, reference.update(batch, with_actor)):
                 values.append(value)
@@ -732,54 +695,11 @@ def seeds_of(seed, num_envs):
     return [int(state[0]) % 2**31 for state in states]
 
 
-def test_normalisation_is_that_of_vec_normalize(run_script, made):
-    """A run's statistics, and what they make of a minibatch and of observations, equal SB3's."""
-    ran = run_script(
-        SCRIPT,
-        *QUICK,
-        *("--env-id", "Stamped-v0", "--num-envs", "2", "--total-timesteps", "200"),
-        *("--learning-starts", "199", "--norm-obs", "--norm-reward", "--gamma", "0.9"),
-        *("--eval-interval", "50"),
-    )
-    actions = [env.actions[1:] for env in made[:2]]  # the first one is make_env's
-    made.clear()
-    vec = DummyVecEnv([lambda: gym.make("Stamped-v0") for _ in range(2)])
-    for env in vec.envs:
-        env.reset()  # as make_env does
-    vec._seeds = seeds_of(1, 2)
-    vec = VecNormalize(vec, gamma=0.9)
-    vec.reset()
-    for both in zip(*actions):
-        vec.step(np.array(both))
-    normalizer = ran.normalizer
-    np.testing.assert_allclose(normalizer.obs_rms.mean, vec.obs_rms.mean, rtol=1e-9)
-    np.testing.assert_allclose(normalizer.obs_rms.var, vec.obs_rms.var, rtol=1e-9)
-    np.testing.assert_allclose(normalizer.return_rms.var, vec.ret_rms.var, rtol=1e-9)
-    normalizer.obs_rms.var[0] = vec.obs_rms.var[0] = 1e-6  # something is clipped
-    normalizer.return_rms.var = vec.ret_rms.var = np.array(0.1)  # here, too
-    raw = ran.replay.read(ran.replay.draw(64))
-    rows = normalizer.normalize_batch(raw)
-    for name in ("obs", "next_obs"):
-        expected = vec.normalize_obs(raw[name])
-        np.testing.assert_allclose(rows[name], expected, rtol=1e-5, atol=1e-6)
-    rewards = rows["rewards"]
-    np.testing.assert_allclose(rewards, vec.normalize_reward(raw["rewards"]), rtol=1e-5)
-    for name in ("actions", "terminations"):
-        assert np.array_equal(rows[name], raw[name])
-    assert {x.dtype for x in rows.values()} == {np.dtype(np.float32)}
-    assert abs(rows["obs"][:, 0]).max() == abs(rewards).max() == 10 and abs(rewards).min() < 10
-    obs = raw["obs"].astype(np.float64)
-    expected = vec.normalize_obs(obs)
-    np.testing.assert_allclose(normalizer.normalize_obs(obs), expected, rtol=1e-5, atol=1e-6)
-    assert normalizer.normalize_obs(obs).dtype == np.float32
-
-
 def test_evaluations_leave_the_run_as_it_is(run_script, made):
     """They have environments and seeds of their own, play without noise, and draw no numbers."""
     flags = [
         *QUICK,
         *("--env-id", "Stamped-v0", "--total-timesteps", "120", "--learning-starts", "20"),
-        *("--norm-obs", "--norm-reward"),
     ]
     seldom = run_script(SCRIPT, *flags, "--eval-interval", "1000", "--run-name", "seldom")
     made.clear()
@@ -794,8 +714,8 @@ def test_evaluations_leave_the_run_as_it_is(run_script, made):
     during = [seeds_of((1, 2, step), 1)[0] for step in range(10, 121, 10)]
     assert [env.seed for env in made[1:]] == [*during, *seeds_of((1, 1), 1)]
     assert len({env.seed for env in made}) == 14
-    obs = np.array([[made[-1].number, 2.0, 0.0]])  # make_env's reset came before
-    action = often.agent.act(often.normalizer.normalize_obs(obs))[0]
+    obs = np.float32([[made[-1].number, 2, 0]])  # make_env's reset came before
+    action = often.agent.act(obs)[0]
     np.testing.assert_allclose(action, made[-1].actions[1], rtol=1e-4, atol=1e-6)
 
 
@@ -827,13 +747,6 @@ def test_noise_is_in_units_of_the_action_range(run_script):
     ddpg.Agent(3, 2, (8, 8))
     expected = [0.02 * torch.randn(1, 2).numpy() for _ in range(100)]
     np.testing.assert_allclose(noise, expected, atol=1e-6)
-
-
-def test_noise_that_falls_to_zero_is_a_schedule(capsys):
-    old = dataclasses.asdict(ddpg.Args(final_exploration_noise=0.0))
-    with pytest.raises(SystemExit):
-        ddpg.check_changes(old, old | {"total_timesteps": 2000000})
-    assert "final_exploration_noise" in capsys.readouterr().err
 
 
 CONTROL = ("ddpg_continuous_action", "td3_continuous_action", "sac_continuous_action", "ddpg_lstm")

@@ -67,14 +67,6 @@ def play(replay, num_envs, num_steps, draws):
     return rows
 
 
-def normalised(args):
-    """A Normalizer that has seen something."""
-    normalizer = lstm.Normalizer(lstm.VecEnv([lstm.make_env("Stamped-v0")], 1, np.float64), args)
-    normalizer.obs_rms.mean, normalizer.obs_rms.var = np.array([1.0, 2.0, 3.0]), np.array(900.0)
-    normalizer.return_rms.var = np.array(9.0)
-    return normalizer
-
-
 @pytest.mark.parametrize("trial", range(20))
 def test_sequences_are_of_one_episode(tmp_path, monkeypatch, trial):
     """All that can be drawn from a small buffer, compared with lists of its rows.
@@ -84,11 +76,8 @@ def test_sequences_are_of_one_episode(tmp_path, monkeypatch, trial):
     """
     draws = np.random.RandomState(trial)
     num_envs, size, num_steps = draws.randint([1, 1, 2], [4, 60, 90])
-    args = make_args(
-        num_envs=num_envs, memory=trial != 3, norm_obs=trial > 9, norm_reward=trial > 9
-    )
+    args = make_args(num_envs=num_envs, memory=trial != 3)
     args.burn_in, args.sequence_length = draws.randint([0, 1], 8)
-    normalizer = normalised(args)
     replay = make_replay(tmp_path / "replay.bin", size, spare=draws.randint(num_envs, 15))
     rows = play(replay, num_envs, num_steps, draws)
     oldest = max(len(rows) - size, 0)
@@ -99,7 +88,7 @@ def test_sequences_are_of_one_episode(tmp_path, monkeypatch, trial):
         return torch.from_numpy(ages)
 
     monkeypatch.setattr(torch, "randint", draw_all)
-    batch = lstm.sample_sequences(replay, normalizer, args, CPU)
+    batch = lstm.sample_sequences(replay, args, CPU)
     batch = {name: x.numpy() for name, x in batch.items()}
 
     def with_neighbours(number, step):
@@ -128,8 +117,6 @@ def test_sequences_are_of_one_episode(tmp_path, monkeypatch, trial):
         if not args.memory:
             actions = np.zeros_like(actions)
         rewards = np.array([row["rewards"] for row in sequence])
-        if args.norm_obs:
-            obs, rewards = (np.array(obs) - [1, 2, 3]) / 30, rewards / 3
         histories = np.concatenate((obs, actions), 1)
         length = len(sequence)
         np.testing.assert_allclose(
@@ -167,8 +154,7 @@ def test_sequences_are_those_of_skrl(tmp_path, monkeypatch):
         return torch.from_numpy(replay.count - 1 - drawn)
 
     monkeypatch.setattr(torch, "randint", draw_theirs)
-    normalizer = lstm.Normalizer(lstm.VecEnv([lstm.make_env("Stamped-v0")], 1, np.float64), args)
-    ours = lstm.sample_sequences(replay, normalizer, args, CPU)
+    ours = lstm.sample_sequences(replay, args, CPU)
     assert ours["weights"].all()
     obs, actions, rewards, terminations = (x.view(16, 3, -1) for x in theirs)
     assert torch.equal(ours["histories"][:, 0, :3], obs[:, 0])

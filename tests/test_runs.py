@@ -117,7 +117,6 @@ def test_config(whole):
     assert config["args"]["env_id"] == "toys:Continuous-v0"
     assert config["args"]["total_timesteps"] == 1500
     assert config["defaults"] == json.loads(json.dumps(asdict(ppo.Args())))
-    assert config["script"] == str(SCRIPT)
     assert config["command"] == [str(SCRIPT), *shlex.split(FLAGS)]
     assert config["versions"]["torch"] == torch.__version__ == config["machine"]["torch"]
     assert config["machine"]["cpu"] and "git_commit" in config
@@ -266,8 +265,6 @@ def test_what_may_change_with_resume(run, succeed, whole, stopped, tmp_path):
     assert len(returns(stopped)) == 1
     assert returns(stopped) == returns(whole.run_dir)[:1]
     assert_fails(run(tmp_path, longer), 2, "anneal_lr", "--init-from")
-    shorter = f"--resume {RUN} --total-timesteps 150"
-    assert_fails(run(tmp_path, shorter), 2, "which can only become more")
 
 
 def test_a_resumed_run_that_is_finished_plays_its_evaluation_again(succeed, whole, tmp_path):
@@ -659,7 +656,7 @@ def test_cleanrl_command_line(succeed, tmp_path):
     assert {name: args[name] for name in CLEANRL} == CLEANRL
 
 
-FREE = {"init_from", "capture_video", "eval_interval", "eval_episodes", "checkpoint_interval"}
+FREE = {"capture_video", "eval_interval", "eval_episodes", "checkpoint_interval"}
 
 
 @pytest.mark.parametrize("name", asdict(ppo.Args()))
@@ -695,10 +692,3 @@ def test_a_run_that_diverges_ends_with_its_iteration(run, tmp_path):
     result = run(tmp_path, flags, TOY_FAULT="nan-reward 310", TOY_RECORD=record)
     assert_fails(result, 1, "not finite")
     assert sum("action" in event for event in read_record(record)) == 3 + 450  # 3: check_env's
-
-
-def test_a_resumed_run_can_only_become_longer(capsys):
-    old = asdict(ppo.Args(anneal_lr=False))
-    with pytest.raises(SystemExit):
-        ppo.check_changes(old, old | {"total_timesteps": 5})
-    assert "which can only become more" in capsys.readouterr().err

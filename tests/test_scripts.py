@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Definitions that may differ: how many texts there are of each, and why
 DIFFERENT = {
     "Args": (14, "the flags of the algorithm; its common flags are compared one by one"),
-    "SCHEDULES": (4, "which flags there are"),
+    "SCHEDULES": (3, "which flags there are"),
     "check_args": (10, "what the algorithm's flags may be"),
     "check_env": (2, "actions to try, where there are masks (ppo_mask)"),
     "make_env": (6, "kinds of spaces, and the wrappers for them"),
@@ -28,7 +28,7 @@ DIFFERENT = {
     "update_minibatches": (2, "PyTorch's Adam where nothing is compiled (a memory)"),
     "update": (7, "one step per rollout (a2c, vpg), or with a replay buffer"),
     "Learner": (2, "what has a target (sac: the actor has none)"),
-    "evaluate": (4, "a replay buffer's normalizer or a memory to bring"),
+    "evaluate": (4, "a copy of the weights to play with (PPO); a memory"),
     "compile_or_not": (2, "CUDA graphs (ppo_atari_vector)"),
 }
 # Flags that two scripts explain differently
@@ -56,7 +56,7 @@ MAIN_BLOCKS = {
     ("ppo_lstm", "ppo_atari_lstm"): 6,
     ("ddpg_continuous_action", "td3_continuous_action"): 6,
     ("td3_continuous_action", "sac_continuous_action"): 26,
-    ("ddpg_continuous_action", "ddpg_lstm"): 28,
+    ("ddpg_continuous_action", "ddpg_lstm"): 24,
 }
 
 
