@@ -414,7 +414,7 @@ class ClipAction(gym.ActionWrapper):
         self.high = env.action_space.high
 
     def action(self, action):
-        action = action.reshape(self.low.shape).astype(self.low.dtype)
+        action = action.reshape(self.low.shape).astype(self.low.dtype, copy=False)
         return np.minimum(np.maximum(action, self.low), self.high)  # np.clip is slower
 
 
@@ -647,10 +647,9 @@ class VecNormalize:
 
     def observe(self):
         """Sets obs from the environments' own."""
-        obs = self.envs.obs.astype(np.float64)
         if self.training:
-            self.obs_rms.update(obs)
-        self.obs = self.obs_rms.normalize(obs)
+            self.obs_rms.update(self.envs.obs)
+        self.obs = self.obs_rms.normalize(self.envs.obs)
 
     def step(self, actions):
         """As VecEnv.step, but the rewards and the episodes' final observations are normalised."""
@@ -659,10 +658,9 @@ class VecNormalize:
         self.return_rms.update(self.discounted_returns)
         rewards = rewards / math.sqrt(self.return_rms.var + 1e-8)
         rewards = np.minimum(np.maximum(rewards, -10.0), 10.0)  # M4
-        self.discounted_returns[terminations | truncations] = 0.0
-
         self.observe()
         for k, episode in enumerate(episodes):
+            self.discounted_returns[episode.env] = 0.0
             final_obs = self.obs_rms.normalize(episode.final_obs)
             episodes[k] = episode._replace(final_obs=final_obs)
         return rewards, terminations, truncations, episodes
@@ -842,7 +840,7 @@ def predict(agent, obs, actions, last_obs, episodes, device):
     bootstrap_obs = np.stack([*last_obs, *(episode.final_obs for _, episode in episodes)])
     with torch.no_grad():
         # In pieces, which fit into the processor's caches
-        pieces = zip(batch["obs"].split(128), batch["actions"].split(128))
+        pieces = zip(batch["obs"].chunk(8), batch["actions"].chunk(8))
         outputs = zip(*(agent(*piece) for piece in pieces))
         batch["logprobs"], _, batch["values"] = map(torch.cat, outputs)
         bootstrap_values = agent.value(torch.from_numpy(bootstrap_obs).to(device)).cpu().numpy()

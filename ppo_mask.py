@@ -795,7 +795,7 @@ def predict(agent, obs, actions, last_obs, episodes, device):
     bootstrap_obs = np.stack([*last_obs, *(episode.final_obs for _, episode in episodes)])
     with torch.no_grad():
         # In pieces, which fit into the processor's caches
-        pieces = zip(batch["obs"].split(128), batch["actions"].split(128))
+        pieces = zip(batch["obs"].chunk(8), batch["actions"].chunk(8))
         outputs = zip(*(agent(*piece) for piece in pieces))
         batch["logprobs"], _, batch["values"] = map(torch.cat, outputs)
         bootstrap_values = agent.value(torch.from_numpy(bootstrap_obs).to(device)).cpu().numpy()
