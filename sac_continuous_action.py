@@ -210,7 +210,7 @@ class Run:
             return
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
         name = args.run_name or name.replace("/", "-").replace(":", "-")
-        self.folder = Path(args.resume or f"runs/{name}")
+        self.folder = Path(args.resume) if args.resume else Path("runs", name)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(self.folder / "lock")
         try:
