@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -73,7 +72,7 @@ def main():
     first, stop = step, []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     with open(run / "starts.txt", "a") as file:
-        cores, threads = sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"]
+        cores, threads = sorted(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")
         print(cores, threads, file=file)
     (run / "environment.json").write_text(json.dumps(dict(os.environ)))
     (run / "pid").write_text(f"{os.getpid()} {os.getppid()}")
@@ -205,8 +204,8 @@ class Lab:
 
     def close(self):
         for process in self.processes:
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture

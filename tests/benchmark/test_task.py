@@ -114,7 +114,7 @@ def test_two_tasks_of_one_run_come_one_after_the_other(lab):
 def test_a_run_that_another_process_keeps_is_neither_done_nor_failed(lab):
     """Be it a task, or a script that a lost one has left behind on another machine."""
     lab.make_suite("Good-v0")
-    hold = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'w'), fcntl.LOCK_EX); "
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); "
     hold += "print(flush=True); sys.stdin.read()"
     places = (lab.out / "logs" / f"{GOOD}.lock", lab.out / "runs" / GOOD / "lock")
     for place in places:
