@@ -37,6 +37,12 @@ def die_with_parent(signum):
         LIBC.prctl(PR_SET_PDEATHSIG, signum)
 
 
+def prepare_script():
+    """In a script's process, before it begins."""
+    die_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm sends it to all; the task is meant
+
+
 def read_evaluation(run_dir):
     """The returns of a run's last evaluation, a list; None of a run that isn't finished."""
     try:
@@ -84,17 +90,16 @@ class Task:
 
     def attempt_all(self):
         (self.run_dir / "failed").unlink(missing_ok=True)
+        code = FINISHED
         for _ in range(1 + self.retries):
-            if state_of(self.run_dir) == "finished":
-                return FINISHED
-            if self.stopping:
-                return STOPPED
+            if self.stopping or state_of(self.run_dir) == "finished":
+                break
             code = self.attempt()
-            if code == BAD_INPUT:  # wrong however often it is tried
+            if code in (BAD_INPUT, STOPPED):  # wrong however often it is tried, or meant to end
                 break
         if state_of(self.run_dir) == "finished":
             return FINISHED
-        if self.stopping:
+        if self.stopping or code == STOPPED:
             return STOPPED
         if self.run_dir.exists():
             error = f"{last_line(self.log)} (exit code {code})\n"
@@ -118,7 +123,7 @@ class Task:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+                preexec_fn=prepare_script,
             )
         if self.stopping:  # since before there was a process
             self.process.terminate()

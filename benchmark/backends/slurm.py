@@ -4,6 +4,7 @@ submitit writes and submits the jobs, and puts a run that reaches its time limit
 queue. The jobs go on without the sweep, which only watches.
 """
 
+import contextlib
 import hashlib
 import math
 import os
@@ -53,8 +54,10 @@ class Work:
         from submitit.helpers import DelayedSubmission
 
         self.task.stop()
-        if self.task.process:  # work() is in the middle of process.wait(), which can't be nested
-            os.waitid(os.P_PID, self.task.process.pid, os.WEXITED | os.WNOWAIT)
+        if self.task.process:
+            # work() is in the middle of process.wait(), which can't be nested
+            with contextlib.suppress(ChildProcessError):  # it has just ended
+                os.waitid(os.P_PID, self.task.process.pid, os.WEXITED | os.WNOWAIT)
         return DelayedSubmission(Work(*self.arguments))
 
 

@@ -372,8 +372,8 @@ def test_slurm_scancel_lets_a_run_save(slurm, lab):
     lab.make_suite("Gate-v0", seeds=2)
     sweep = lab.start_sweep("--backend", "slurm")
     lab.at_gate(*GATES)
-    (job,) = set(output("squeue", "--noheader", "--format=%A").split()[:1])
-    subprocess.run(["scancel", job], check=True)
+    task = output("squeue", "--noheader", "--array", "--format=%F_%K").split()[0]
+    subprocess.run(["scancel", task], check=True)
     lab.wait_for(lambda: "3" in [lab.text(name, "checkpoint.pt") for name in GATES])
     lab.go()
     code, said = lab.finish(sweep)
