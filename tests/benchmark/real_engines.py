@@ -9,7 +9,6 @@ that nothing disturbs. What is the engines' own behaviour and not ours, such as 
 path, a fast fake script shows.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -22,13 +21,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmark.store import Store
 from benchmark.suite import read_suite
+from benchmark.task import read_evaluation
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "plainrl-test"
 DOCKER = ("--backend", "docker", "--image", IMAGE)
-NAMES = [run.name for run in read_suite(ROOT / "benchmark" / "suites" / "smoke.toml")]
+NAMES = list(read_suite(ROOT / "benchmark" / "suites" / "smoke.toml"))
 GATES = [f"Gate-v0__fake__{seed}" for seed in (1, 2)]
 ODD = 'it\'s a, "b" %j'  # commas and quotes matter to Docker's CSV, % and quotes to sbatch
 
@@ -90,35 +89,30 @@ def finish(sweep):
 
 
 def result(folder, name):
-    """What a run learned and how it was evaluated: (state dict, evaluation.json)."""
-    run_dir = Store(folder).run_dir(name)
+    """What a run learned and how it was evaluated: (state dict, returns)."""
+    run_dir = folder / "runs" / name
     checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
-    return checkpoint["agent"], json.loads((run_dir / "evaluation.json").read_text())
+    return checkpoint["agent"], read_evaluation(run_dir)
 
 
 def assert_same_results(folder, whole):
     for name in NAMES:
-        weights, evaluation = result(folder, name)
-        expected_weights, expected_evaluation = result(whole, name)
-        assert evaluation == expected_evaluation, name
+        weights, returns = result(folder, name)
+        expected_weights, expected_returns = result(whole, name)
+        assert returns == expected_returns, name
         assert all(torch.equal(x, expected_weights[key]) for key, x in weights.items()), name
 
 
-def is_in_its_middle(store, name):
-    """Whether a run has a checkpoint of its training and isn't finished."""
-    path = store.run_dir(name) / "checkpoint.pt"
-    if not path.exists() or store.job(name)["state"] != "running":
-        return False
-    return torch.load(path, weights_only=True)["run"]["iteration"] > 0
-
-
 def run_in_its_middle(folder):
-    """Waits for such a run of a sweep; returns its name."""
-    store = Store(folder)
+    """Waits for a run that has learned something and is not finished; returns its name."""
     found = []
 
     def look():
-        found.extend(name for name in NAMES if is_in_its_middle(store, name))
+        for name in NAMES:
+            path = folder / "runs" / name / "checkpoint.pt"
+            if path.exists() and read_evaluation(path.parent) is None:
+                if torch.load(path, weights_only=True)["run"]["iteration"] > 0:
+                    found.append(name)
         return found
 
     wait_for(look, 300)
@@ -311,17 +305,12 @@ def test_docker_run_and_stop(docker, tmp_path):
     assert list((tmp_path / "x" / "videos").rglob("*.mp4")), video
 
 
-def processes_of(store):
-    """The process ids of the workers of a sweep, of what started them and of what they started."""
+def slurm_tasks(tmp_path):
+    """The process ids of all that Slurm has started for a sweep's folder, scripts included."""
     pids = []
-    for name in NAMES:
-        job = store.job(name)
-        if job["state"] == "running":
-            worker = job["place"].split()[-1]
-            pids += output("ps", "-o", "ppid=", "-p", worker).split()
-            pids += output("pgrep", "-P", worker).split()
-            pids.append(worker)
-    return [int(pid) for pid in pids]
+    for pid in output("pgrep", "-f", f"submitit.core._submit {tmp_path}|slurmstepd").split():
+        pids += [pid, *output("pgrep", "-P", pid).split()]
+    return sorted(set(map(int, pids)))
 
 
 def test_slurm_node_killed(slurm, whole, tmp_path):
@@ -331,18 +320,16 @@ def test_slurm_node_killed(slurm, whole, tmp_path):
     """
     sweep = start_smoke(tmp_path, "--backend", "slurm")
     run_in_its_middle(tmp_path)
-    for pid in [slurm["slurmd"].pid, *processes_of(Store(tmp_path))]:
-        os.kill(pid, signal.SIGKILL)
+    for pid in [slurm["slurmd"].pid, *slurm_tasks(tmp_path)]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:  # with its parent
+            pass
     slurm["slurmd"].wait()
     time.sleep(20)  # slurmctld misses nothing that has run for less than BatchStartTimeout, 10 s
     slurm["slurmd"] = subprocess.Popen(["slurmd", "-D"])
     assert finish(sweep) == 0
     assert_same_results(tmp_path, whole)
-
-
-def jobs_of(lab):
-    """{job's id: names} of the arrays that a sweep has submitted."""
-    return json.loads((lab.out / "slurm.json").read_text())
 
 
 def test_slurm_goes_on_without_the_sweep(slurm, lab):
@@ -355,11 +342,23 @@ def test_slurm_goes_on_without_the_sweep(slurm, lab):
     lab.at_gate(GATES[0])
     sweep.kill()
     sweep = lab.start_sweep("--backend", "slurm", "--workers", "1")
-    assert "1 running, 1 waiting" in sweep.stdout.readline()
+    assert "1 begun, 1 waiting" in sweep.stdout.readline()
+    assert "watching the jobs" in sweep.stdout.readline()
     lab.go()
     assert lab.finish(sweep)[0] == 0
     lab.assert_done_once(*GATES)
-    assert len(jobs_of(lab)) == 1
+    assert len(list((lab.out / "slurm").glob("*_submission.sh"))) == 1
+
+
+def test_slurm_time_limit(slurm, lab):
+    """A run is saved before it, and goes on in the same job."""
+    lab.make_suite("Gate-v0")
+    sweep = lab.start_sweep("--backend", "slurm", "--minutes", "3")
+    lab.at_gate(GATES[0])
+    code, said = lab.finish(sweep, timeout=400)
+    assert code == 0, said
+    lab.assert_done_once(GATES[0])
+    assert lab.starts(GATES[0]) == 2
 
 
 def test_slurm_in_a_folder_of_an_odd_name(slurm, odd_lab):
@@ -367,39 +366,20 @@ def test_slurm_in_a_folder_of_an_odd_name(slurm, odd_lab):
     code, said = odd_lab.run_sweep("--backend", "slurm")
     assert code == 0, said
     odd_lab.assert_done_once("Good-v0__fake__1", "Good-v0__fake__2")
-    (job,) = jobs_of(odd_lab)
-    logs = {f"slurm-{job}_{task}.log" for task in (0, 1)}
-    assert logs < {path.name for path in (odd_lab.out / "logs").iterdir()}
 
 
-def test_slurm_array_waits_for_those_of_its_sweep(slurm, lab):
-    """A task is lost; the array that has it again begins when the first one has ended."""
-    lab.make_suite("Gate-v0", seeds=2)
-    sweep = lab.start_sweep("--backend", "slurm", "--workers", "2")
-    lab.at_gate(*GATES)
-    lab.kill_9(GATES[0])
-    lab.wait_for(lambda: len(jobs_of(lab)) == 2)
-    first, again = jobs_of(lab)
-    waits_for = output("squeue", "--noheader", "--jobs", again, "--format=%E")
-    assert f"afterany:{first}" in waits_for and "unfulfilled" in waits_for
-    assert lab.starts(GATES[0]) == 1
-    lab.go()
-    assert lab.finish(sweep)[0] == 0
-    lab.assert_done_once(*GATES)
-
-
-def test_slurm_scancel_is_the_last_word(slurm, lab):
+def test_slurm_scancel_lets_a_run_save(slurm, lab):
     lab.make_suite("Gate-v0", seeds=2)
     sweep = lab.start_sweep("--backend", "slurm")
     lab.at_gate(*GATES)
-    (job,) = jobs_of(lab)
-    subprocess.run(["scancel", f"{job}_0"], check=True)
-    lab.wait_for(lambda: lab.job(GATES[0])["state"] == "waiting")
+    task = output("squeue", "--noheader", "--array", "--format=%F_%K").split()[0]
+    subprocess.run(["scancel", task], check=True)
+    lab.wait_for(lambda: "3" in [lab.text(name, "checkpoint.pt") for name in GATES])
     lab.go()
     code, said = lab.finish(sweep)
-    assert code == 1 and f"cancelled: {GATES[0]}\n" in said
-    assert lab.steps(GATES[0]) == [1, 2, 3] and list(jobs_of(lab)) == [job]
-    lab.assert_done_once(GATES[1])
+    assert code == 1 and "1 begun" in said
+    assert lab.run_sweep("--backend", "slurm")[0] == 0
+    lab.assert_done_once(*GATES)
 
 
 def test_ray_node_killed(ray_cluster, whole, tmp_path):
