@@ -95,7 +95,7 @@ def run_frame(rows):
     """Dicts with COLUMNS and stored -> the frame of runs, sorted."""
     runs = pd.DataFrame(rows, columns=[*COLUMNS, "stored"]).astype(COLUMNS | {"stored": bool})
     counts = runs.groupby(["env_id", "variant"])["planned_steps"].transform("nunique")
-    steps = " --total-timesteps " + runs["planned_steps"].map("{:.0f}".format)
+    steps = runs["planned_steps"].map(" --total-timesteps {:.0f}".format).astype(str)
     runs["variant"] += steps.where(counts > 1, "")
     is_scored = (runs["state"] == "finished") & np.isfinite(runs["last_100"])
     runs["score"] = runs["last_100"].where(is_scored)
