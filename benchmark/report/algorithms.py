@@ -1,51 +1,18 @@
-"""The README's table of algorithms: what each script is, one of its scores, and its speed."""
+"""The README's table of algorithms: what each script is, one of its scores, and its speed.
 
-from typing import NamedTuple
+benchmark/results/algorithms.csv says which: script and what it is; results, the folder of its runs,
+empty before there are any; env_id; flags of these runs, where they don't have the defaults.
+"""
 
 from benchmark.report.tables import Table, mean_std, number
 from benchmark.speed.peers import OURS, PEER
 from benchmark.speed.tables import ratios, spread
 
 
-class Algorithm(NamedTuple):
-    """A script, what it is, and the committed runs that its score comes from."""
-
-    script: str  # stem of its file, and of its page in docs/
-    what: str
-    results: str = ""  # folder in benchmark/results/, "" before there are runs
-    env_id: str = ""
-    flags: str = ""  # of these runs, where they don't have the defaults
-
-
-CARTPOLE = ("ladder_cartpole", "CartPole-v1")
-MUJOCO = "HalfCheetah-v5"
-PONG = "PongNoFrameskip-v4"
-MASKED = "benchmark.environments:MaskedCartPole-v1"
-MASKED_PENDULUM = "benchmark.environments:MaskedPendulum-v1"
-ALGORITHMS = (
-    Algorithm("vpg", "the policy gradient (REINFORCE)", *CARTPOLE),
-    Algorithm("a2c", "actor and critic", *CARTPOLE),
-    Algorithm("ppo", "PPO, discrete actions", *CARTPOLE),
-    Algorithm("ppo_mask", "PPO, MultiDiscrete actions and action masks"),
-    Algorithm("ppo_penalty", "PPO-Penalty, learning rate by the KL"),
-    Algorithm("ppo_continuous_action", "PPO, continuous actions", "ppo_mujoco", MUJOCO),
-    Algorithm("ppo_atari", "PPO, Atari games", "ppo_atari", PONG),
-    Algorithm(
-        "ppo_atari_vector", "PPO, Atari games, played in threads", "ppo_atari_vector", PONG, "--amp"
-    ),
-    Algorithm("ppo_lstm", "PPO with memory", "ppo_lstm", MASKED),
-    Algorithm("ppo_atari_lstm", "PPO with memory, Atari games", "ppo_atari_lstm", PONG),
-    Algorithm("ddpg_continuous_action", "DDPG", "ddpg_mujoco", MUJOCO),
-    Algorithm("ddpg_lstm", "DDPG with memory", "ddpg_lstm", MASKED_PENDULUM),
-    Algorithm("td3_continuous_action", "TD3", "td3_mujoco", MUJOCO),
-    Algorithm("sac_continuous_action", "SAC", "sac_mujoco", MUJOCO),
-)
-
-
-def make_table(results, speeds):
+def make_table(algorithms, results, speeds):
     """The table, with links relative to the repository's root.
 
-    results: {folder: frame of its runs}; speeds: frame of speed.csv.
+    algorithms: frame of algorithms.csv; results: {folder: frame of its runs}; speeds: of speed.csv.
     """
     rows = [
         (
@@ -54,7 +21,7 @@ def make_table(results, speeds):
             score_of(algorithm, results),
             speed_of(algorithm.script, speeds),
         )
-        for algorithm in ALGORITHMS
+        for algorithm in algorithms.itertuples()
     ]
     return Table(("file", "what it is", "score", "speed"), rows, "llll")
 

@@ -88,7 +88,7 @@ def comparison_section(runs, looks):
             f"The {IMPROVEMENT} than one of the second, a tie counting half (Mann-Whitney U), "
             "averaged over the environments that both have. At 0.5 neither is better."
         )
-        drawn = figures.draw_intervals(found, IMPROVEMENT, looks, 0.5, limits=(-0.03, 1.03))
+        drawn = figures.draw_intervals(found, IMPROVEMENT, looks, 0.5)
         section.figures.append(Drawn("improvement", caption, drawn))
         section.tables.append(tables.interval_table(found, "variants", IMPROVEMENT))
     found = stats.gains(runs)

@@ -81,14 +81,11 @@ def draw_curves(runs, curves, centers, published, looks, x="global_step"):
     lines = math.ceil(len(env_ids) / columns)
     figure = Figure(layout="constrained")
     for i, env_id in enumerate(env_ids):
-        axes = figure.add_subplot(
-            lines, columns, i + 1, title=wrap(env_id, 26 if columns > 1 else 60)
-        )
+        axes = figure.add_subplot(lines, columns, i + 1, title=wrap(env_id, 26))
         own = runs[runs["env_id"] == env_id]
         plot_curves(axes, own, curves, centers[centers["env_id"] == env_id], looks, x)
-        scripts = own["script"].unique()
-        for mean in tables.published_of(published, scripts, env_id, own)["mean"]:
-            low, high = axes.get_ylim()
+        low, high = axes.get_ylim()
+        for mean in tables.published_of(published, own)["mean"]:
             # A line far away would squeeze the curves into less than half of the panel
             if low - (high - low) / 2 <= mean <= high + (high - low) / 2:
                 axes.axhline(mean, **PUBLISHED, label="published scores, where they are near")
@@ -116,7 +113,7 @@ def plot_curves(axes, runs, curves, centers, looks, x):
         )
         look = UNSCORED if center.empty else {"ls": style, "lw": 2}
         axes.plot(center[x] / scale, center["value"], color=color, label=variant, **look)
-    axes.set_xlim(0, end_of_axis(max(ends)))
+    axes.set_xlim(0, end_of_axis(max(ends) or 1))
     axes.margins(y=0.04)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=ROUND))
@@ -133,7 +130,7 @@ def end_of_axis(end):
 
 
 @matplotlib.rc_context(SETTINGS)
-def draw_intervals(rows, label, looks, reference=None, bars=False, limits=None):
+def draw_intervals(rows, label, looks, reference=None, bars=False):
     """A point or a bar with its interval for each row, the first row at the top.
 
     rows: frame of name, variant, value, low, high; reference: where there is a vertical line.
@@ -155,7 +152,7 @@ def draw_intervals(rows, label, looks, reference=None, bars=False, limits=None):
         look = {"color": "black" if bars else color, "lw": 1.6, "solid_capstyle": "butt"}
         axes.plot([row.low, row.high], [i, i], **look)
     axes.set_yticks(range(len(rows)), names, fontsize=8.5)
-    axes.set(ylim=(len(rows) - 0.4, -0.6), xlim=limits)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=ROUND))
     # The figure's label, not the axes': those may be narrow beside long names
     figure.supxlabel(label, fontsize=9)

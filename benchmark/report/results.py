@@ -54,8 +54,9 @@ def make_tables(results):
         if gains:
             found[f"{name}_gains"] = tables.markdown(gains)
     rows = speed.read(RESULTS / "speed.csv")
+    lines = pd.read_csv(RESULTS / "algorithms.csv", keep_default_na=False)
     frames = {name: runs for name, (runs, _) in results.items()}
-    found["algorithms"] = tables.markdown(algorithms.make_table(frames, rows))
+    found["algorithms"] = tables.markdown(algorithms.make_table(lines, frames, rows))
     return found | speed.tables(rows)
 
 

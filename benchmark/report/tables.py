@@ -92,8 +92,7 @@ def score_table(runs, published, with_speed=False):
         if with_speed:
             line["steps/s"] = count(done["steps_per_second"].median())
             line["minutes"] = number(done["wall_seconds"].median() / 60) if len(done) else "-"
-        scripts = own["script"].unique()
-        line["published"] = published_range(published_of(published, scripts, env_id, own))
+        line["published"] = published_range(published_of(published, own))
         lines.append(line)
     header = tuple(lines[0])
     return Table(header, [tuple(line.values()) for line in lines], f"l{'r' * (len(header) - 2)}l")
@@ -105,15 +104,15 @@ def split_version(env_id):
     return name, version or ""
 
 
-def published_of(published, scripts, env_id, runs):
-    """The rows of published.csv for scripts and an environment, in any version.
+def published_of(published, runs):
+    """The rows of published.csv for the scripts of an environment's runs, in any version of it.
 
     Where some are after as many steps as the runs, it is only those. Scores of evaluations only
     count where there are none of training episodes, as the runs' own are.
     """
     names = published["env_id"].map(lambda other: split_version(other)[0])
-    is_same = (names == split_version(env_id)[0]) & published["algorithm"].isin(scripts)
-    rows = published[is_same]
+    is_same = names == split_version(runs["env_id"].iloc[0])[0]
+    rows = published[is_same & published["algorithm"].isin(runs["script"])]
     as_long = rows[rows["total_timesteps"].isin(runs["planned_steps"])]
     rows = rows if as_long.empty else as_long
     training = rows[rows["kind"] == "training"]

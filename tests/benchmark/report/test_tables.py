@@ -77,8 +77,8 @@ def test_score_table_of_a_report_has_the_speed_of_finished_runs(make_runs):
 
 
 def published(make_runs, env_id, **run):
-    runs = make_runs(run)
-    return tables.published_range(tables.published_of(PUBLISHED, ["vpg"], env_id, runs))
+    runs = make_runs({"env_id": env_id} | run)
+    return tables.published_range(tables.published_of(PUBLISHED, runs))
 
 
 def test_published_scores_are_of_training_and_of_as_many_steps_where_there_are_such(make_runs):
