@@ -91,8 +91,8 @@ def draw_curves(runs, curves, centers, published, looks, x="global_step"):
                 axes.axhline(mean, **PUBLISHED, label="published scores, where they are near")
         if i % columns == 0:
             axes.set_ylabel("return")
-    height = add_legend(figure, figure.axes, columns)
-    figure.set_size_inches(3 * columns if columns > 1 else WIDTH, 2.4 * lines + 0.3 + height)
+    width, height = (3 * columns, 2.4 * lines) if columns > 1 else (WIDTH, 2.9)
+    figure.set_size_inches(width, height + 0.3 + add_legend(figure, figure.axes, columns))
     return figure
 
 
@@ -107,7 +107,7 @@ def plot_curves(axes, runs, curves, centers, looks, x):
             look = SCORED if run in scored else UNSCORED
             axes.plot(own[x] / scale, own["return"], color=color, **look)
             ends.append(own[x].iloc[-1] / scale)
-        center = centers[centers["variant"] == variant].astype({x: float})
+        center = centers[centers["variant"] == variant]
         axes.fill_between(
             center[x] / scale, center["low"], center["high"], color=color, alpha=0.2, lw=0
         )

@@ -114,7 +114,8 @@ def centers(runs, curves):
 
     -> frame of env_id, variant, global_step, wall_seconds (their median), value, low, high.
     """
-    parts = []
+    names = ["env_id", "variant", "global_step", "wall_seconds", "value", "low", "high"]
+    parts = [pd.DataFrame(columns=names).astype(dict.fromkeys(names[2:], float))]
     scored = curves.merge(runs.dropna(subset="score")[["run", "env_id", "variant"]])
     for (env_id, variant), own in scored.groupby(["env_id", "variant"]):
         table = own.pivot(index="global_step", columns="run")
@@ -126,8 +127,7 @@ def centers(runs, curves):
         part = {"env_id": env_id, "variant": variant, "global_step": table.index}
         part["wall_seconds"] = table["wall_seconds"].median(axis=1, skipna=False).to_numpy()
         parts.append(pd.DataFrame(part | {"value": value, "low": low, "high": high}))
-    names = ["env_id", "variant", "global_step", "wall_seconds", "value", "low", "high"]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=names)
+    return pd.concat(parts, ignore_index=True)
 
 
 # Scores over environments
@@ -208,7 +208,7 @@ def gains(runs):
     in one environment only there are none.
     """
     scores = scores_of(normalised(runs), "normalised")
-    parts = [intervals([])]
+    parts = [intervals([]).assign(base="")]
     for script, base in bases(runs).items():
         rows = []
         for variant in runs.loc[runs["script"] == script, "variant"].unique():
