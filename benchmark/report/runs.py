@@ -248,7 +248,7 @@ def read_csvs(folder):
     points = no_episodes()
     if (folder / "curves.csv").exists():
         points = pd.read_csv(folder / "curves.csv", dtype=EPISODE, float_precision="round_trip")
-    points["global_step"] = points["global_step"].round(2)  # as stats.curves has them
+        points = points[list(EPISODE)]
     return runs.assign(stored=True).to_dict("records"), points
 
 

@@ -96,7 +96,7 @@ def curves(runs, episodes):
     own = dict(iter(episodes.groupby("run")))
     for _, group in runs[runs["run"].isin(own)].groupby(["env_id", "variant"]):
         last = max(own[run]["global_step"].iloc[-1] for run in group["run"])
-        grid = np.linspace(0, last, POINTS).round(2)
+        grid = np.linspace(0, last, POINTS).round(2)  # as a CSV can hold it
         for run, is_stored in zip(group["run"], group["stored"], strict=True):
             steps, walls, returns = (own[run][name].to_numpy() for name in list(episodes)[1:])
             if is_stored:

@@ -1,7 +1,6 @@
 """The frames of runs and episodes: from folders, whole and damaged, and from CSVs."""
 
 import hashlib
-import json
 from pathlib import Path
 
 import numpy as np
@@ -147,14 +146,6 @@ def test_a_damaged_folder_is_named_and_the_others_read(tmp_path, make_run, file,
     assert trouble.startswith("bad can't be read (")
 
 
-def test_bytes_that_are_no_text_are_damage(tmp_path, make_run):
-    for name in ("config.json", "episodes.csv"):
-        folder = make_run(tmp_path / "runs" / f"bad {name}")
-        (folder / name).write_bytes(b"\xff\xfe\n\xff\n")
-    runs, _, troubles = read([tmp_path / "runs"])
-    assert runs.empty and len(troubles) == 2
-
-
 # Folders
 
 
@@ -265,11 +256,12 @@ def test_damaged_csvs_are_named(tmp_path, make_run, file, text):
 
 
 def test_committed_csvs_are_read_whole():
-    """With and without the columns that older ones lack or have more."""
+    """With and without the columns that older ones lack or have more; curves stay as long."""
     for path in RESULTS.glob("*/runs.csv"):
         runs, points, troubles = read([path.parent])
         assert troubles == [] and len(runs) == len(path.read_text().splitlines()) - 1
         assert set(points["run"]) <= set(runs["run"])
+        assert len(stats.curves(runs, points)) == len(points)
         assert (runs["state"].isin(["finished", "unfinished"])).all()
         assert not runs[["env_id", "script", "command"]].isin(["", "nan"]).any(axis=None)
 
@@ -277,5 +269,5 @@ def test_committed_csvs_are_read_whole():
 def test_published_scores_have_their_columns():
     published = read_published()
     assert set(published["kind"]) == {"training", "evaluation"}
-    assert (published[["mean", "total_timesteps"]] > -np.inf).all(axis=None)
-    assert json.loads(published["mean"].to_json()) and published["std"].isna().any()
+    assert np.isfinite(published[["mean", "total_timesteps"]]).all(axis=None)
+    assert published["std"].isna().any()
