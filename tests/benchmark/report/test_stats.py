@@ -134,12 +134,12 @@ def test_curves_of_a_variant_share_a_grid_whether_stored_or_not(make_runs):
 
 
 def test_center_is_of_runs_with_a_score_where_all_have_a_curve(make_runs):
-    rows = [{"last_100": 1.0}] * 3 + [{"state": "unfinished"}]
-    parts = [series(f"run{i}", [10, 20, 30], [i, 10.0 * i, 7.0]) for i in (0, 1, 3)]
-    parts.append(series("run2", [10, 20], [5.0, 20.0]))
+    rows = [{"last_100": 1.0}] * 4 + [{"state": "unfinished"}]
+    parts = [series(f"run{i}", [10, 20, 30], [i, 10.0 * i, 7.0]) for i in (0, 1, 2, 4)]
+    parts.append(series("run3", [10, 20], [99.0, 990.0]))  # which the interquartile mean leaves out
     center = stats.centers(make_runs(*rows), pd.concat(parts))
     assert center["global_step"].tolist() == [10, 20]
-    assert center["value"].tolist() == [2, 10] and center["wall_seconds"].tolist() == [1, 2]
+    assert center["value"].tolist() == [1.5, 15] and center["wall_seconds"].tolist() == [1, 2]
     assert (center["low"] < center["value"]).all() and (center["value"] < center["high"]).all()
     assert set(center["variant"]) == {"vpg"}
     assert stats.centers(make_runs({"state": "failed"}), parts[0]).empty
@@ -157,7 +157,7 @@ def several(make_runs):
             run = {"env_id": env_id, "seed": str(seed)}
             rows.append(run | {"last_100": scale * seed, "base": True})
             rows.append(run | {"last_100": scale * 9, "variant": "vpg best"})
-        rows.append(run | {"env_id": "A-v0", "last_100": 0.0, "variant": "vpg worst"})
+        rows.append(run | {"env_id": "A-v0", "last_100": 0.0, "variant": "vpg awful"})
     return make_runs(*(rows + [{"env_id": "A-v0", "last_100": 999.0, "state": "unfinished"}]))
 
 
@@ -172,8 +172,8 @@ def test_scores_are_normalised_in_each_environment(several, make_runs):
 
 def test_aggregates_and_profiles_are_over_all_environments_of_a_variant(several, quick):
     found = stats.aggregates(several).set_index("variant")
-    assert found["environments"].to_dict() == {"vpg": 2, "vpg best": 2, "vpg worst": 1}
-    assert found["value"].to_dict() == pytest.approx({"vpg": 0.5, "vpg best": 0.5, "vpg worst": 0})
+    assert found["environments"].to_dict() == {"vpg": 2, "vpg best": 2, "vpg awful": 1}
+    assert found["value"].to_dict() == pytest.approx({"vpg": 0.5, "vpg best": 0.5, "vpg awful": 0})
     assert set(stats.profiles(several)) == set(found.index)
     assert stats.profiles(several)["vpg best"][0][:2].tolist() == [0.5, 0.5]
 
@@ -181,12 +181,12 @@ def test_aggregates_and_profiles_are_over_all_environments_of_a_variant(several,
 def test_improvements_are_over_the_environments_that_both_have(several, quick):
     found = stats.improvements(several).set_index("name")
     assert found["environments"].to_dict() == {
+        "vpg > vpg awful": 1,
         "vpg > vpg best": 2,
-        "vpg > vpg worst": 1,
-        "vpg best > vpg worst": 1,
+        "vpg awful > vpg best": 1,
     }
-    assert found.loc["vpg > vpg worst", "value"] == pytest.approx(0.95)  # one of ten ties
-    assert found.loc["vpg best > vpg worst", "low"] == 1
+    assert found.loc["vpg > vpg awful", "value"] == pytest.approx(0.95)  # one of ten ties
+    assert found.loc["vpg awful > vpg best", "high"] == 0
 
 
 def test_of_many_variants_the_telling_pairs_are_compared(make_runs):
@@ -199,7 +199,7 @@ def test_of_many_variants_the_telling_pairs_are_compared(make_runs):
 
 def test_gains_are_on_the_defaults_the_best_first(several):
     found = stats.gains(several)
-    assert found["name"].tolist() == ["best", "worst"] and set(found["base"]) == {"vpg"}
+    assert found["name"].tolist() == ["best", "awful"] and set(found["base"]) == {"vpg"}
     assert found["value"].tolist() == pytest.approx([0.0, -0.5])
     alone = several[several["env_id"] == "A-v0"]
     assert stats.gains(alone).empty
