@@ -26,7 +26,7 @@ import torch
 import tyro
 from gymnasium.utils.env_checker import check_env
 
-from benchmark import runs
+from benchmark.report.runs import read as read_runs
 from benchmark.store import read_evaluation, read_progress
 from benchmark.suite import SuiteError, read_suite
 
@@ -445,8 +445,8 @@ def test_the_example_of_a_script_can_be_swept(tmp_path):
     subprocess.run([sys.executable, script, "--resume", folder], cwd=tmp_path, check=True)
     assert len(read_evaluation(folder)[0]) == 10
     assert read_progress(folder, 10**9)["step"] > stopped_at
-    reported = runs.read([folder])
-    assert reported.troubles == [] and reported.runs["score"].notna().all()
+    runs, _, troubles = read_runs([folder])
+    assert troubles == [] and runs["score"].notna().all()
 
 
 # Changes of a script

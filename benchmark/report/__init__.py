@@ -1,6 +1,6 @@
 """The report of runs: curves, tables and statistics.
 
-Data goes one way: benchmark.runs reads folders into frames; analysis computes with them; contents
-puts what was found into words, tables and figures (blocks); figures draws the figures; page writes
-HTML and Markdown; __main__ is the command line. results redraws what this repository has committed.
+runs reads folders and CSVs into two frames. stats computes with them, tables and figures show what
+is found, contents puts both into sections, page writes these as HTML and Markdown. __main__ is the
+command line; results redraws what this repository has committed.
 """

@@ -1,77 +1,48 @@
-"""A report as one HTML file, which needs no other file, and as Markdown. All text is escaped."""
+"""A report as one HTML file, which needs no other file, and as Markdown."""
 
-import html
-from itertools import groupby
+import base64
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
-from benchmark.report.blocks import NUMBER, Caution, Figure, Heading, Paragraph, Table, slug
+from benchmark.report import figures
+from benchmark.report.tables import escaped, markdown
 
 TEMPLATE = Path(__file__).with_name("template.html.jinja")
 
 
-def refresh_tag(seconds):
-    """The tag that makes a page reload itself every so many seconds."""
-    return Markup('<meta http-equiv="refresh" content="{}">').format(seconds)
-
-
-def to_html(report, svgs, refresh_s=None):
-    """The page of a report.
-
-    svgs: {figure's name: its SVG for the page}; refresh_s: seconds after which the page reloads
-    itself, or None.
-    """
+def to_html(title, warnings, sections, pngs):
+    """pngs: {figure's name: its bytes}."""
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    parts = groupby(report.blocks, key=lambda block: type(block).__name__)
-    return template.render(
-        title=report.title,
-        refresh_s=refresh_s,
-        refresh_tag=refresh_tag,
-        headings=report.all(Heading),
-        parts=[(kind, list(blocks)) for kind, blocks in parts],
-        svgs={name: Markup(svg) for name, svg in svgs.items()},
-        slug=slug,
-    )
+    images = {name: base64.b64encode(data).decode() for name, data in pngs.items()}
+    return template.render(title=title, warnings=warnings, sections=sections, images=images)
 
 
-def to_markdown(report, folder="figures/"):
-    """A report in Markdown; folder: what stands before the names of its PNGs."""
-    lines = [f"# {escaped(report.title)}"]
-    for block in report.blocks:
-        if isinstance(block, Heading):
-            lines.append(f"## {escaped(block.text)}")
-        elif isinstance(block, Paragraph):
-            lines.append(escaped(block.text))
-        elif isinstance(block, Caution):
-            lines.append(f"**Warning.** {escaped(block.text)}")
-        elif isinstance(block, Figure):
-            image = f"![{escaped(block.title)}]({folder}{block.name}.png)"
-            lines.append(f"{image}\n\n{escaped(block.caption)}")
-        else:
-            lines.append(markdown_table(block))
-    return "\n\n".join(lines) + "\n"
+def to_markdown(title, warnings, sections, folder="figures/"):
+    """folder: what stands before the names of the figures' files."""
+    parts = [f"# {escaped(title)}"]
+    parts += [f"**Warning.** {escaped(warning)}" for warning in warnings]
+    for section in sections:
+        parts.append(f"## {escaped(section.title)}")
+        parts += map(escaped, section.texts)
+        for name, caption, _ in section.figures:
+            parts += [f"![{escaped(caption)}]({folder}{name}.png)", escaped(caption)]
+        parts += map(markdown, section.tables)
+    return "\n\n".join(parts) + "\n"
 
 
-def markdown_table(table: Table):
-    """A table in Markdown: numbers stand on the right, words on the left."""
-    rule = ["---:" if style == NUMBER else " --- " for style in table.styles]
-    lines = [f"| {' | '.join(map(escaped, table.header))} |", f"|{'|'.join(rule)}|"]
-    lines += [f"| {' | '.join(map(escaped, row))} |" for row in table.rows]
-    return "\n".join(lines)
-
-
-def escaped(value):
-    """A text in Markdown, on one line."""
-    return html.escape(value, quote=False).replace("|", "\\|").replace("\n", "; ")
-
-
-def write(path, text):
-    """Writes a file that is complete at any time, for a browser that reloads it."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+def write(folder, title, warnings, sections):
+    """Writes report.html, report.md and figures/ -> the paths."""
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    drawn = [figure for section in sections for figure in section.figures]
+    pngs = {name: figures.png(figure) for name, _, figure in drawn}
+    paths = [folder / "report.html", folder / "report.md"]
+    paths[0].write_text(to_html(title, warnings, sections, pngs), encoding="utf-8")
+    paths[1].write_text(to_markdown(title, warnings, sections), encoding="utf-8")
+    for name, data in pngs.items():
+        paths.append(folder / "figures" / f"{name}.png")
+        paths[-1].write_bytes(data)
+    return paths

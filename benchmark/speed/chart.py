@@ -3,7 +3,6 @@
 import pandas as pd
 
 from benchmark.report import figures
-from benchmark.report.blocks import Intervals
 from benchmark.speed.peers import BOUNDS, PEER
 from benchmark.speed.tables import ratios, sort_programs, title
 
@@ -12,13 +11,16 @@ DPI = 150
 
 def draw(rows, path):
     """Draws the chart of a DataFrame of rows into a PNG."""
-    plot = make_plot(rows)
-    figure = figures.draw(plot, figures.looks_of(plot.data["variant"].unique()))
-    figures.write_png(figure, path, DPI)
+    bars, label, reference = make_bars(rows)
+    looks = figures.looks_of(bars["variant"].unique())
+    figure = figures.draw_intervals(bars, label, looks, reference, bars=True)
+    path.write_bytes(figures.png(figure, DPI))
 
 
-def make_plot(rows):
-    """A bar for each script and program -> Intervals: the median, and a line from min to max.
+def make_bars(rows):
+    """A bar for each script and program: the median, and a line from min to max.
+
+    -> (frame of name, variant, value, low, high; label of the axis; where its line is).
 
     Values are the ratios to the peer, round by round, since speeds of scripts differ widely;
     without a peer, steps/s. The bounds are left out.
@@ -39,5 +41,5 @@ def make_plot(rows):
         bars.append(bar)
     data = pd.DataFrame(bars)
     if with_peer:
-        return Intervals(data, f"steps/s, {title(PEER)} = 1", bars=True, reference=1.0)
-    return Intervals(data, "environment steps per second", bars=True)
+        return data, f"steps/s, {title(PEER)} = 1", 1.0
+    return data, "environment steps per second", None

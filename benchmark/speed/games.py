@@ -145,7 +145,7 @@ def measure(args):
 
 def draw(rows, path):
     """Draws the rows into a PNG."""
-    figures.write_png(make_figure(rows), path, DPI)
+    path.write_bytes(figures.png(make_figure(rows), DPI))
 
 
 def make_figure(rows):

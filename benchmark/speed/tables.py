@@ -2,8 +2,7 @@
 
 import pandas as pd
 
-from benchmark.report.blocks import NAME, NUMBER, SHORT, Table
-from benchmark.report.page import markdown_table
+from benchmark.report.tables import Table, markdown
 from benchmark.speed.peers import OURS, PEER, PROGRAMS
 
 COLUMNS = [
@@ -60,10 +59,10 @@ def tables(rows):
     """
     rows = sort_programs(rows)
     rounds = rows[rows["round"] != "full"]
-    texts = {"speed": markdown_table(overview(rounds))}
+    texts = {"speed": markdown(overview(rounds))}
     for script, of_script in rounds.groupby("script", sort=False):
         full = rows[(rows["round"] == "full") & (rows["script"] == script)]
-        parts = [markdown_table(program_table(of_script)), markdown_table(ratio_table(of_script))]
+        parts = [markdown(program_table(of_script)), markdown(ratio_table(of_script))]
         parts += full_sentence(full)
         texts[f"speed_{script}"] = "\n\n".join(parts)
     texts["speed_machines"] = "\n".join(f"- {machine}" for machine in rows["machine"].unique())
@@ -92,7 +91,7 @@ def overview(rounds):
             found = ratios(of_script, "steps_per_second", program, PEER)
             cells = [f"`{script}`, {env_id}", PROGRAMS[program].precision, spread(speeds, ",.0f")]
             lines.append([*cells, peer, *three(found, ".2f"), str(len(speeds))])
-    return Table(header, lines, (NAME, SHORT, *[NUMBER] * 6))
+    return Table(header, lines, "llrrrrrr")
 
 
 def program_table(rounds):
@@ -119,7 +118,7 @@ def program_table(rounds):
         cells.append(spread(runs["peak_mb"], ",.0f"))
         cells.append(spread(runs["others_cores"], ".1f"))
         lines.append(cells)
-    return Table(header, lines, (NAME, SHORT, *[NUMBER] * 7))
+    return Table(header, lines, "llrrrrrrr")
 
 
 def ratio_table(rounds):
@@ -132,7 +131,7 @@ def ratio_table(rounds):
         by_round = ", ".join(f"{ratio:.2f}" for ratio in found)
         precision = " / ".join(dict.fromkeys(filter(None, (precisions[above], precisions[below]))))
         lines.append([name, precision, *three(found, ".2f"), by_round])
-    return Table(header, lines, (NAME, SHORT, NUMBER, NUMBER, NUMBER, SHORT))
+    return Table(header, lines, "llrrrl")
 
 
 def wanted_ratios(programs):

@@ -315,8 +315,8 @@ def test_runs_of_the_full_length_are_apart(made):
     assert "Stable-Baselines3 takes 2.50 times as long" in with_full["speed_ppo_atari"]
     assert with_full["speed"] == without["speed"]
     assert with_full["speed_ppo_atari"].startswith(without["speed_ppo_atari"])
-    bars = chart.make_plot(tables.frame(made + full)).data
-    assert bars.equals(chart.make_plot(tables.frame(made)).data)
+    bars = chart.make_bars(tables.frame(made + full))[0]
+    assert bars.equals(chart.make_bars(tables.frame(made))[0])
 
 
 def test_a_csv_gives_the_tables_it_was_written_from(rows, tmp_path):
@@ -326,13 +326,13 @@ def test_a_csv_gives_the_tables_it_was_written_from(rows, tmp_path):
 
 def test_chart_has_the_ratios_to_the_peer(rows):
     """Median, minimum and maximum of each; without a peer those of steps/s."""
-    bars = chart.make_plot(rows).data
+    bars = chart.make_bars(rows)[0]
     assert bars.values.tolist() == [
         ["ppo_atari, PlainRL", "plainrl", 8.0, 8.0, 8.0],
         ["ppo_atari, PlainRL, bfloat16", "plainrl --amp", 4.0, 4.0, 4.0],
         ["ppo_atari, Mine", "Mine", 2.0, 2.0, 2.0],
     ]
-    bars = chart.make_plot(rows[rows["program"] != "sb3"]).data
+    bars = chart.make_bars(rows[rows["program"] != "sb3"])[0]
     assert bars.values.tolist()[0] == ["ppo_atari, PlainRL", "plainrl", 1600.0, 800.0, 2400.0]
 
 
