@@ -27,14 +27,15 @@ import tyro
 from gymnasium.utils.env_checker import check_env
 
 from benchmark.report.runs import read as read_runs
-from benchmark.store import read_evaluation, read_progress
-from benchmark.suite import SuiteError, read_suite
+from benchmark.suite import SuiteError, read_args, read_suite
+from benchmark.sweep import progress
+from benchmark.task import read_evaluation
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmark/results/README.md"]
 PAGES = [*TOP, *sorted(ROOT.glob("docs/*.md"))]
 SCRIPTS = {path.name: path for path in ROOT.glob("*.py")}
-COMMANDS = ("sweep", "status", "report", "speed", "speed.games")  # python -m benchmark.COMMAND
+COMMANDS = ("sweep", "task", "report", "speed")  # python -m benchmark.COMMAND
 SHELL = ("sh", "bash", "console")  # languages of blocks that are commands, line by line
 OTHER_PROGRAMS = (".", "mkdir", "tensorboard", "wandb")  # whose words nobody here can check
 # Flags of programs of others
@@ -393,7 +394,7 @@ def test_suites_can_be_read(page, tmp_path):
         path = tmp_path / f"suite_{i}.toml"
         path.write_text(code)
         try:
-            assert read_suite(path)
+            assert read_args(read_suite(path))
         except SuiteError as error:
             pytest.fail(str(error))
 
@@ -428,7 +429,8 @@ def test_the_example_of_a_script_can_be_swept(tmp_path):
     suite = tmp_path / "my_suite.toml"
     table = 'script = "my_search.py"\nenv_ids = ["CartPole-v1"]\nseeds = 1\n'
     suite.write_text(f"[[runs]]\n{table}flags = {{ total_timesteps = 1000000000 }}\n")
-    (run,) = read_suite(suite)
+    runs = read_suite(suite)
+    (run,) = runs.values()
     folder = tmp_path / "runs" / run.name
 
     process = subprocess.Popen([sys.executable, script, *run.words], cwd=tmp_path)
@@ -437,14 +439,14 @@ def test_the_example_of_a_script_can_be_swept(tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 143
     config = json.loads((folder / "config.json").read_text())
-    assert config["args"] == run.args
-    stopped_at = read_progress(folder, 10**9)["step"]
+    assert config["args"] == read_args(runs)[run.name]
+    stopped_at, *_ = progress(folder, 10**9)
 
     config["args"]["total_timesteps"] = stopped_at + 1
     (folder / "config.json").write_text(json.dumps(config))
     subprocess.run([sys.executable, script, "--resume", folder], cwd=tmp_path, check=True)
-    assert len(read_evaluation(folder)[0]) == 10
-    assert read_progress(folder, 10**9)["step"] > stopped_at
+    assert len(read_evaluation(folder)) == 10
+    assert progress(folder, 10**9)[0] > stopped_at
     runs, _, troubles = read_runs([folder])
     assert troubles == [] and runs["score"].notna().all()
 
