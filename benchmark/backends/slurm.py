@@ -122,6 +122,7 @@ class Backend:
         taken = names[:MOST_TASKS]
         work = [Work(self.runs[name], self.folder, self.flags.retries) for name in taken]
         executor.submit_array(work)
+        print(f"what the jobs print is in {executor.folder}", flush=True)
         self.names = set(taken)
         return self.names
 
