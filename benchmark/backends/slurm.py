@@ -6,6 +6,7 @@ queue. The jobs go on without the sweep, which only watches.
 
 import contextlib
 import hashlib
+import importlib.util
 import math
 import os
 import re
@@ -78,8 +79,12 @@ class Backend:
         # By this the jobs of the folder are found again
         name = re.sub(r"\W+", "-", folder.name, flags=re.ASCII)
         self.job_name = f"{name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
-        if not flags.dry_run and not shutil.which("sbatch"):
+        if flags.dry_run:
+            return
+        if not shutil.which("sbatch"):
             raise BackendError("there is no command sbatch: start this where jobs are submitted")
+        if not importlib.util.find_spec("submitit"):
+            raise BackendError("submitit isn't installed: `pip install -r requirements-sweep.txt`")
 
     def preview(self, name):
         return ["sbatch", *task_words(self.flags, self.suite, self.folder, name)]
@@ -105,7 +110,8 @@ class Backend:
         executor = SlurmExecutor(self.folder / "slurm", max_num_timeout=MOST_TIMES)
         words = [word.partition("=") for word in self.flags.backend_arg]
         more = {option: value or True for option, _, value in words}
-        variables = environment(self.flags).items()
+        # W&B's variables get there by themselves, and its key mustn't be written to a file
+        variables = [x for x in environment(self.flags).items() if not x[0].startswith("WANDB_")]
         executor.update_parameters(
             job_name=self.job_name,
             time=self.flags.minutes,
@@ -121,7 +127,10 @@ class Backend:
         )
         taken = names[:MOST_TASKS]
         work = [Work(self.runs[name], self.folder, self.flags.retries) for name in taken]
-        executor.submit_array(work)
+        try:
+            executor.submit_array(work)
+        except RuntimeError as error:
+            raise BackendError(f"sbatch refused the runs: {error}") from None
         print(f"what the jobs print is in {executor.folder}", flush=True)
         self.names = set(taken)
         return self.names
