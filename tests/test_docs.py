@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmark/results/README.md"]
 PAGES = [*TOP, *sorted(ROOT.glob("docs/*.md"))]
 SCRIPTS = {path.name: path for path in ROOT.glob("*.py")}
-COMMANDS = ("sweep", "status", "report", "speed", "speed.games")  # python -m benchmark.COMMAND
+COMMANDS = ("sweep", "status", "report", "speed")  # python -m benchmark.COMMAND
 SHELL = ("sh", "bash", "console")  # languages of blocks that are commands, line by line
 OTHER_PROGRAMS = (".", "mkdir", "tensorboard", "wandb")  # whose words nobody here can check
 # Flags of programs of others
