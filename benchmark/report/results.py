@@ -87,7 +87,8 @@ def make_tables(results, published):
     rows = speed.read(RESULTS / "speed.csv")
     frames = {found.name: found.runs for found in results}
     tables["algorithms"] = page.markdown_table(algorithms.make_table(frames, rows))
-    return tables | speed.tables(rows)
+    cleanrl = speed.read(RESULTS / "speed_cleanrl.csv")
+    return tables | speed.tables(rows) | speed.tables(cleanrl, "speed_cleanrl")
 
 
 def fill_tables(text, tables):

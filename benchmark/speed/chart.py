@@ -6,7 +6,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from benchmark.report.figures import COLORS, INK, SETTINGS
+from benchmark.report.figures import COLORS, SETTINGS
 from benchmark.speed.peers import PEER, PROGRAMS
 from benchmark.speed.tables import ratios
 
@@ -29,11 +29,11 @@ def make_figure(rows):
     figure = Figure((5.2, height), layout="constrained")
     axes = figure.add_subplot()
     axes.use_sticky_edges = False  # leaves room beyond the ends of bars
-    axes.axvline(1.0, color=INK, lw=0.8)
+    axes.axvline(1.0, color="black", lw=0.8)
     for i, (_, color, values) in enumerate(bars):
         axes.barh(i, values.median(), 0.6, color=color, alpha=0.6)
         ends = [values.min(), values.max()]
-        axes.plot(ends, [i, i], color=INK, lw=1.6, solid_capstyle="butt")
+        axes.plot(ends, [i, i], color="black", lw=1.6, solid_capstyle="butt")
     axes.set_yticks(range(len(bars)), [name for name, _, _ in bars], fontsize=8.5)
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))

@@ -26,11 +26,13 @@ def measure(program, script, seed, flags, folder, cache):
 
     cache: folder of the compiler's cache, which is empty if the folder isn't there.
     """
-    was_there = cache.exists()
+    cache_state = "filled" if cache.exists() else "empty"
     load = os.getloadavg()[0]
     said, began, ended, used = run(
         program, command_of(program, script, seed, flags, folder), folder, cache
     )
+    if program not in OURS or not cache.exists():  # it compiles nothing
+        cache_state = ""
     config = json.loads((folder / "runs" / "plainrl" / "config.json").read_text())
     args = config["args"]
     marks = read_marks(program, said, folder, args.get("learning_starts", 0))
@@ -39,7 +41,7 @@ def measure(program, script, seed, flags, folder, cache):
     return {
         "program": program,
         "precision": PROGRAMS[program][1],
-        "cache": ("filled" if was_there else "empty") if cache.exists() else "",
+        "cache": cache_state,
         "script": script,
         "env_id": args["env_id"],
         "seed": args["seed"],

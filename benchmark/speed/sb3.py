@@ -34,7 +34,7 @@ def make_ppo(script, args):
     else:
         network = "MlpPolicy"
         envs = make_vec_env(args.env_id, args.num_envs, args.seed)
-        policy |= {"net_arch": list(args.hidden_sizes), "activation_fn": torch.nn.Tanh}
+        policy["net_arch"] = list(args.hidden_sizes)
     if script == "ppo_continuous_action":
         envs = VecNormalize(envs, gamma=args.gamma)
         policy["log_std_init"] = args.init_log_std

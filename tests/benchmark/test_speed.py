@@ -221,7 +221,7 @@ def run_command(monkeypatch):
 def test_command_measures_in_alternation(run_command, tmp_path, capsys):
     """What a user gets: a line for each run, the CSV, tables."""
     out = tmp_path / "new" / "speed.csv"
-    run_command("ppo_atari", "ppo_atari_lstm", "--amp", "--out", out)
+    run_command("ppo_atari", "ppo_atari_lstm", "ppo_atari", "--amp", "--out", out)
     said = capsys.readouterr().out
     assert "round 1, ppo_atari: CleanRL's loop 400 steps/s" in said
     found = tables.read(out)
@@ -280,53 +280,64 @@ def count_weights(network):
     return sum(x.numel() for x in network.parameters())
 
 
+# None of these is a default of SB3
+COMMON = {"seed": 3, "gamma": 0.9, "learning_rate": 1e-2}
+PPO_FLAGS = COMMON | {"gae_lambda": 0.8, "ent_coef": 0.02, "vf_coef": 0.3, "max_grad_norm": 0.7}
+PPO_FLAGS |= {"num_envs": 2, "num_steps": 64, "num_minibatches": 2, "update_epochs": 3}
+REPLAY_FLAGS = COMMON | {"buffer_size": 5000, "batch_size": 32, "tau": 0.01}
+REPLAY_FLAGS["hidden_sizes"] = (32, 16)
+
+
 @pytest.mark.parametrize("script", [script for script in peers.TASKS if script.startswith("ppo")])
 def test_sb3_has_the_flags_of_a_ppo_script(script):
-    changed = {"num_envs": 2, "gamma": 0.9, "ent_coef": 0.02, "clip_coef": 0.3, "num_steps": 64}
-    args = flags_of(script, num_minibatches=2, **changed)
-    model = sb3.make_ppo(script, args)
-    for name in ("gamma", "gae_lambda", "ent_coef", "vf_coef", "max_grad_norm", "seed"):
-        assert getattr(model, name) == getattr(args, name)
-    assert (model.n_envs, model.n_steps) == (2, 64) and model.batch_size == 64
-    assert (model.clip_range(1.0), model.clip_range_vf(1.0)) == (0.3, 0.3)
-    assert model.n_epochs == args.update_epochs and model.normalize_advantage
-    assert model.lr_schedule(0.5) == args.learning_rate / 2
-    assert model.policy.optimizer.defaults["eps"] == 1e-5
-    sizes = getattr(args, "hidden_sizes", None)
-    given = {"ppo": (4, 2, sizes), "ppo_continuous_action": (17, 6, sizes)}
+    args = flags_of(script, **PPO_FLAGS, clip_coef=0.3, norm_adv=False)
+    given = {"ppo": (4, 2, (32, 16)), "ppo_continuous_action": (17, 6, (32, 16))}
     given["ppo_atari_lstm"] = (4, args)
+    if hasattr(args, "hidden_sizes"):
+        args.hidden_sizes = (32, 16)
+    args.init_log_std = -0.5
+    model = sb3.make_ppo(script, args)
+    for name in ("seed", "gamma", "gae_lambda", "ent_coef", "vf_coef", "max_grad_norm"):
+        assert getattr(model, name) == PPO_FLAGS[name]
+    assert (model.n_envs, model.n_steps, model.batch_size, model.n_epochs) == (2, 64, 64, 3)
+    assert (model.clip_range(1.0), model.clip_range_vf(1.0)) == (0.3, 0.3)
+    assert model.lr_schedule(0.5) == 5e-3 and not model.normalize_advantage
+    assert model.policy.optimizer.defaults["eps"] == 1e-5
     ours = import_module(script).Agent(*given.get(script, (4,)))
     assert count_weights(model.policy) == count_weights(ours)
     if script == "ppo_continuous_action":
         assert model.env.norm_obs and model.env.norm_reward and model.env.gamma == 0.9
+        assert model.policy.log_std_init == -0.5 and model.policy.activation_fn is torch.nn.Tanh
 
 
 @pytest.mark.parametrize("name", ["ddpg", "td3", "sac"])
 def test_sb3_has_the_flags_of_a_script_with_replay(name, monkeypatch):
     """And learns once a step, from the 101st on, while it is timed."""
     script = f"{name}_continuous_action"
+    own = {"exploration_noise": 0.2, "policy_noise": 0.3, "noise_clip": 0.4, "policy_frequency": 3}
+    own = {"td3": own, "ddpg": {"exploration_noise": 0.2}, "sac": {"autotune": False, "alpha": 0.3}}
     task = dict(zip(peers.TASKS[script][::2], peers.TASKS[script][1::2]))
-    starts = int(task["--learning-starts"])
-    args = flags_of(script, env_id="Pendulum-v1", total_timesteps=300, learning_starts=starts)
+    assert task["--random-steps"] == task["--learning-starts"] == "100"
+    args = flags_of(script, env_id="Pendulum-v1", **REPLAY_FLAGS, **own[name])
+    args.learning_starts, args.total_timesteps = 100, 300
     made = []
     make = sb3.make_off_policy
     monkeypatch.setattr(sb3, "make_off_policy", lambda *given: made.append(make(*given)) or made[0])
     assert [step for step, _ in sb3.train(script, args)] == [200, 300]
     model = made[0]
-    assert model._n_updates == 200 and task["--random-steps"] == task["--learning-starts"]
-    for flag in ("gamma", "seed", "learning_rate", "buffer_size", "batch_size", "tau"):
-        assert getattr(model, flag) == getattr(args, flag)
-    agent = import_module(script).Agent(3, 1, args.hidden_sizes)
+    assert model._n_updates == 200
+    for flag in set(REPLAY_FLAGS) - {"hidden_sizes"}:
+        assert getattr(model, flag) == REPLAY_FLAGS[flag]
+    agent = import_module(script).Agent(3, 1, (32, 16))
     assert count_weights(model.actor) == count_weights(agent.actor)
     assert count_weights(model.critic) == count_weights(agent.critic)
     if name == "sac":
-        assert args.autotune and model.ent_coef_optimizer is not None
+        assert model.ent_coef == 0.3
     else:
-        assert (model.action_noise._sigma == args.exploration_noise).all()
-        assert model.policy_delay == args.policy_frequency
+        assert model.action_noise._sigma == [0.2]
     if name == "td3":
         noise = (model.target_policy_noise, model.target_noise_clip)
-        assert noise == (args.policy_noise, args.noise_clip)
+        assert (*noise, model.policy_delay) == (0.3, 0.4, 3)
 
 
 # CleanRL
@@ -398,27 +409,37 @@ def test_advantages_are_those_of_the_script_where_nothing_is_truncated():
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("script", ["ppo", "ppo_continuous_action"])
-def test_cleanrls_loop_learns_from_what_it_played(script, monkeypatch):
-    """Before the first update of an iteration the batch is what the agent still thinks of it."""
-    env_id = "CartPole-v1" if script == "ppo" else "Pendulum-v1"
-    args = flags_of(script, env_id=env_id, num_envs=2, num_steps=250, total_timesteps=1000)
-    args.num_minibatches, args.update_epochs = 2, 3
-    update = cleanrl.update
-    rates = []
+def test_cleanrls_loop_learns_from_what_it_played(monkeypatch):
+    """Before the first update of an iteration the batch is what the agent still thinks of it.
 
-    def check(agent, optimizer, batch, args):
+    The Pendulum's episodes of 200 steps begin at once after a time limit.
+    """
+    args = flags_of("ppo_continuous_action", env_id="Pendulum-v1", num_envs=2, num_steps=250)
+    args.total_timesteps, args.num_minibatches, args.update_epochs = 1000, 2, 3
+    update, compute_advantages = cleanrl.update, cleanrl.compute_advantages
+    rates = []
+    begins = []
+
+    def check_played(rewards, values, dones, *given):
+        begins.append(dones.nonzero().tolist())
+        assert (rewards != 0).all()
+        return compute_advantages(rewards, values, dones, *given)
+
+    def check_batch(agent, optimizer, batch, args):
         if len(rates) % 6 == 0:
             with torch.no_grad():
                 _, logprobs, _, values = agent(batch["obs"], batch["actions"])
             torch.testing.assert_close(logprobs, batch["logprobs"])
             torch.testing.assert_close(values, batch["values"])
             torch.testing.assert_close(batch["returns"], batch["advantages"] + values)
+        assert optimizer.defaults["eps"] == 1e-5
         rates.append(optimizer.param_groups[0]["lr"])
         return update(agent, optimizer, batch, args)
 
-    monkeypatch.setattr(cleanrl, "update", check)
-    assert [step for step, _ in cleanrl.train(script, args)] == [500, 1000]
+    monkeypatch.setattr(cleanrl, "compute_advantages", check_played)
+    monkeypatch.setattr(cleanrl, "update", check_batch)
+    assert [step for step, _ in cleanrl.train("ppo_continuous_action", args)] == [500, 1000]
+    assert begins == [[[200, 0], [200, 1]], [[150, 0], [150, 1]]]
     assert rates == [args.learning_rate] * 6 + [args.learning_rate / 2] * 6
 
 
