@@ -27,7 +27,7 @@ SAME_REPLAY = (*SAME, "learning_rate", "buffer_size", "batch_size", "tau", "lear
 
 def make_ppo(script, args):
     algorithm = PPO
-    policy = {"optimizer_kwargs": {"eps": 1e-5}}
+    policy = {}
     if "atari" in script:
         network = "CnnPolicy"
         envs = make_atari_env(args.env_id, args.num_envs, args.seed)
