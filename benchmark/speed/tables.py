@@ -13,7 +13,7 @@ in the compiler's cache. Other programs, cores: how many these kept busy meanwhi
 
 def read(path):
     """The rows of a CSV of this command -> DataFrame."""
-    return pd.read_csv(path).fillna({"precision": ""})
+    return pd.read_csv(path)
 
 
 def tables(rows, name="speed"):
