@@ -43,6 +43,12 @@ def read_only_places(suite, runs, modules):
     return sorted(place for place in places if places.isdisjoint(place.parents))
 
 
+def mount(place, *more):
+    """A place as --mount reads it: CSV, since a path may have commas and quotes."""
+    fields = ("type=bind", f"source={place}", f"target={place}", *more)
+    return ",".join(f'"{field}"' for field in (field.replace('"', '""') for field in fields))
+
+
 class Backend(local.Backend):
     """A container a run. Its `docker run` stays attached and passes signals and exit code on."""
 
@@ -76,11 +82,11 @@ class Backend(local.Backend):
             # Of W&B's only the names, since its key would be seen by all in this process's words
             words += ["--env", variable if variable.startswith("WANDB_") else f"{variable}={value}"]
         for place in self.places:
-            words += ["--mount", f'"type=bind","source={place}","target={place}","readonly"']
-        words += ["--mount", f'"type=bind","source={self.folder}","target={self.folder}"']
+            words += ["--mount", mount(place, "readonly")]
+        words += ["--mount", mount(self.folder)]
         if self.flags.memory_per_run:
             words += ["--memory", self.flags.memory_per_run]
         if gpus:
             words += ["--gpus", f'"device={",".join(gpus)}"']
-        words += [*self.flags.backend_arg, "--entrypoint", "python", self.flags.image]
+        words += [*self.flags.backend_arg, self.flags.image]  # whose entry point is Python
         return [*words, *task_words(self.flags, self.suite, self.folder, name)[1:]]

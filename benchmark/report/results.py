@@ -57,7 +57,8 @@ def make_tables(results):
     lines = pd.read_csv(RESULTS / "algorithms.csv", keep_default_na=False)
     frames = {name: runs for name, (runs, _) in results.items()}
     found["algorithms"] = tables.markdown(algorithms.make_table(lines, frames, rows))
-    return found | speed.tables(rows)
+    cleanrl = speed.read(RESULTS / "speed_cleanrl.csv")
+    return found | speed.tables(rows) | speed.tables(cleanrl, "speed_cleanrl")
 
 
 def fill_tables(text, tables):

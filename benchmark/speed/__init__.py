@@ -1,6 +1,5 @@
-"""Environment steps per second of scripts, of their peers, and of what bounds both.
+"""Environment steps per second of the scripts and of their peers.
 
-peers has the programs, measure runs one of them, tables makes tables of the rows and chart a
-figure, both of the report's blocks, and __main__ is the command line. The workers of peers run from
-here: this file imports nothing, since that would count in their start-up.
+peers says what is measured, sb3 and cleanrl are the peers' loops, measure runs one program, tables
+and chart show the rows, and __main__ is the command line. games draws one committed figure.
 """

@@ -1,45 +1,42 @@
-"""The chart of a measurement, drawn with the report's figures."""
+"""The chart of a measurement: each program's speed beside Stable-Baselines3's."""
 
-import pandas as pd
+import textwrap
 
-from benchmark.report import figures
-from benchmark.speed.peers import BOUNDS, PEER
-from benchmark.speed.tables import ratios, sort_programs, title
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-DPI = 150
+from benchmark.report.figures import COLORS, SETTINGS
+from benchmark.speed.peers import PEER, PROGRAMS
+from benchmark.speed.tables import ratios
 
 
 def draw(rows, path):
     """Draws the chart of a DataFrame of rows into a PNG."""
-    bars, label, reference = make_bars(rows)
-    looks = figures.looks_of(bars["variant"].unique())
-    figure = figures.draw_intervals(bars, label, looks, reference, bars=True)
-    path.write_bytes(figures.png(figure, DPI))
+    with matplotlib.rc_context(SETTINGS):
+        make_figure(rows).savefig(path, dpi=150)
 
 
-def make_bars(rows):
-    """A bar for each script and program: the median, and a line from min to max.
-
-    -> (frame of name, variant, value, low, high; label of the axis; where its line is).
-
-    Values are the ratios to the peer, round by round, since speeds of scripts differ widely;
-    without a peer, steps/s. The bounds are left out.
-    """
-    rows = sort_programs(rows)
-    rounds = rows[(rows["round"] != "full") & ~rows["program"].isin(BOUNDS)]
-    with_peer = PEER in set(rounds["program"])
+def make_figure(rows):
+    """A bar for each program and script: the median of the ratios, and a line from min to max."""
     bars = []
-    for (script, program), runs in rounds.groupby(["script", "program"], sort=False):
-        if program == PEER:
-            continue
-        values = runs["steps_per_second"]
-        if with_peer:
-            of_script = rounds[rounds["script"] == script]
-            values = ratios(of_script, "steps_per_second", program, PEER)
-        bar = {"name": f"{script}, {title(program)}", "variant": program}
-        bar |= {"value": values.median(), "low": values.min(), "high": values.max()}
-        bars.append(bar)
-    data = pd.DataFrame(bars)
-    if with_peer:
-        return data, f"steps/s, {title(PEER)} = 1", 1.0
-    return data, "environment steps per second", None
+    for program, color in zip(("plainrl", "plainrl --amp", "cleanrl"), COLORS):
+        for script in rows.loc[rows["program"] == program, "script"].unique():
+            name = textwrap.fill(f"{script}, {PROGRAMS[program][0]}", 30)
+            own = rows[rows["script"] == script]
+            bars.append((name, color, ratios(own, "steps_per_second", program, PEER)))
+    height = 0.8 + sum(0.28 + 0.15 * name.count("\n") for name, _, _ in bars)
+    figure = Figure((5.2, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.use_sticky_edges = False  # leaves room beyond the ends of bars
+    axes.axvline(1.0, color="black", lw=0.8)
+    for i, (_, color, values) in enumerate(bars):
+        axes.barh(i, values.median(), 0.6, color=color, alpha=0.6)
+        ends = [values.min(), values.max()]
+        axes.plot(ends, [i, i], color="black", lw=1.6, solid_capstyle="butt")
+    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars], fontsize=8.5)
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    axes.grid(axis="y", visible=False)
+    figure.supxlabel(f"steps/s, {PROGRAMS[PEER][0]} = 1", fontsize=9)
+    return figure

@@ -1,192 +1,105 @@
-"""Tables of the rows of a measurement: speeds, and ratios within a round. Nothing is drawn here."""
+"""Tables of the rows of a measurement: speeds, and ratios within a round."""
 
 import pandas as pd
 
 from benchmark.report.tables import Table, markdown
-from benchmark.speed.peers import OURS, PEER, PROGRAMS
+from benchmark.speed.peers import OURS, PEER, PEERS, PROGRAMS
 
-COLUMNS = [
-    "round",
-    "program",
-    "precision",
-    "cache",
-    "script",
-    "env_id",
-    "seed",
-    "steps",
-    "steps_per_second",
-    "start_up_s",
-    "wall_s",
-    "wall_s_1m",
-    "peak_mb",
-    "others_cores",
-    "machine",
-]
-NOTE = (
-    "Cells: median (min to max) over the rounds. Steps/s are of the steady state. 1M steps are the "
-    "whole process, projected from its wall time and its steps/s. PlainRL compiles in its first "
-    "run; later runs find what it compiled in the compiler's cache. Other programs, cores: how "
-    "many cores they kept busy during the runs."
-)
-
-
-def frame(rows):
-    """Rows (list of dict, see COLUMNS) as a DataFrame; round is a str, a number or "full"."""
-    return pd.DataFrame(rows, columns=COLUMNS).astype({"round": str})
+NOTE = """\
+Cells: median (min to max) over the rounds. Steps/s are of the steady state, from the end of the
+first iteration that learns to the end of the last. 1M steps are the whole process, projected from
+its wall time and its steps/s. PlainRL compiles in its first run; later runs find what it compiled
+in the compiler's cache. Other programs, cores: how many these kept busy meanwhile."""
 
 
 def read(path):
-    """The DataFrame of a CSV that this command wrote."""
-    rows = pd.read_csv(path, dtype={"round": str})
-    texts = ["precision", "cache", "machine"]
-    rows[texts] = rows[texts].fillna("")
-    return rows
+    """The rows of a CSV of this command -> DataFrame."""
+    return pd.read_csv(path)
 
 
-def sort_programs(rows):
-    """Rows sorted by program in the order of PROGRAMS, other programs last."""
-    ranks = {program: rank for rank, program in enumerate(PROGRAMS)}
-    return rows.sort_values(
-        "program", key=lambda names: names.map(ranks).fillna(len(ranks)), kind="stable"
-    )
-
-
-def tables(rows):
+def tables(rows, name="speed"):
     """A DataFrame of rows -> {name: Markdown}.
 
-    "speed": PlainRL beside its peer, a line for each script and precision; "speed_SCRIPT": all
-    programs and ratios of a script; "speed_machines": the machines that they were measured on.
+    NAME: PlainRL beside Stable-Baselines3, a line for each script and precision; NAME_SCRIPT: all
+    programs and ratios of a script; NAME_machines: the machines that they were measured on.
     """
-    rows = sort_programs(rows)
-    rounds = rows[rows["round"] != "full"]
-    texts = {"speed": markdown(overview(rounds))}
-    for script, of_script in rounds.groupby("script", sort=False):
-        full = rows[(rows["round"] == "full") & (rows["script"] == script)]
-        parts = [markdown(program_table(of_script)), markdown(ratio_table(of_script))]
-        parts += full_sentence(full)
-        texts[f"speed_{script}"] = "\n\n".join(parts)
-    texts["speed_machines"] = "\n".join(f"- {machine}" for machine in rows["machine"].unique())
+    texts = {name: overview(rows)}
+    for script, own in rows.groupby("script", sort=False):
+        texts[f"{name}_{script}"] = f"{program_table(own)}\n\n{ratio_table(own)}"
+    texts[f"{name}_machines"] = "\n".join(f"- {machine}" for machine in rows["machine"].unique())
     return texts
 
 
-def overview(rounds):
-    """PlainRL beside its peer -> Table with a line for each script, environment and precision."""
-    header = (
-        "script, environment",
-        "precision",
-        "PlainRL, steps/s",
-        "Stable-Baselines3 (float32), steps/s",
-        "ratio: median",
-        "min",
-        "max",
-        "rounds",
-    )
+def overview(rows):
+    header = "script, environment|precision|PlainRL, steps/s|Stable-Baselines3 (float32), steps/s"
     lines = []
-    for (script, env_id), of_script in rounds.groupby(["script", "env_id"], sort=False):
-        peer = spread(speeds_of(of_script, PEER), ",.0f")
+    for (script, env_id), own in rows.groupby(["script", "env_id"], sort=False):
+        peer = spread(speeds_of(own, PEER), ",.0f")
         for program in OURS:
-            speeds = speeds_of(of_script, program)
-            if speeds.empty:
-                continue
-            found = ratios(of_script, "steps_per_second", program, PEER)
-            cells = [f"`{script}`, {env_id}", PROGRAMS[program].precision, spread(speeds, ",.0f")]
-            lines.append([*cells, peer, *three(found, ".2f"), str(len(speeds))])
-    return Table(header, lines, "llrrrrrr")
+            speeds = speeds_of(own, program)
+            if not speeds.empty:
+                cells = [f"`{script}`, {env_id}", PROGRAMS[program][1], spread(speeds, ",.0f")]
+                found = ratios(own, "steps_per_second", program, PEER)
+                lines.append([*cells, peer, *three(found, ".2f"), str(len(speeds))])
+    return markdown(Table(f"{header}|ratio: median|min|max|rounds".split("|"), lines, "llrrrrrr"))
 
 
-def program_table(rounds):
-    """The speeds of a script's programs -> Table with a line for each."""
-    header = (
-        "",
-        "precision",
-        "steps/s",
-        "start-up, s",
-        "start-up with compilation",
-        "1M steps, s",
-        "1M steps with compilation",
-        "peak memory, MB",
-        "other programs, cores",
-    )
+def speeds_of(rows, program):
+    return rows.loc[rows["program"] == program, "steps_per_second"]
+
+
+def program_table(rows):
+    """A line for each of a script's programs -> Markdown."""
+    header = "|precision|steps/s|start-up, s|start-up with compilation|1M steps, s"
+    header += "|1M steps with compilation|peak memory, MB|other programs, cores"
     lines = []
-    for program, runs in rounds.groupby("program", sort=False):
+    for program, runs in rows.groupby("program", sort=False):
+        title, precision = PROGRAMS[program]
         compiling = runs["cache"] == "empty"
-        cells = [title(program), runs["precision"].iloc[0] or "-"]
-        cells.append(spread(runs["steps_per_second"], ",.0f"))
+        cells = [title, precision or "-", spread(runs["steps_per_second"], ",.0f")]
         for column in ("start_up_s", "wall_s_1m"):
             cells.append(spread(runs.loc[~compiling, column], ",.1f"))
             cells.append(spread(runs.loc[compiling, column], ",.1f"))
         cells.append(spread(runs["peak_mb"], ",.0f"))
-        cells.append(spread(runs["others_cores"], ".1f"))
-        lines.append(cells)
-    return Table(header, lines, "llrrrrrrr")
+        lines.append([*cells, spread(runs["others_cores"], ".1f")])
+    return markdown(Table(header.split("|"), lines, "llrrrrrrr"))
 
 
-def ratio_table(rounds):
-    """PlainRL divided by each other program -> Table with a line for each ratio."""
-    precisions = dict(zip(rounds["program"], rounds["precision"]))
-    header = ("ratio", "precision", "median", "min", "max", "round by round")
+def ratio_table(rows):
+    """A line for each ratio of a script's programs -> Markdown."""
+    programs = list(rows["program"].unique())
+    pairs = [("plainrl", other) for other in programs if other not in OURS]
+    if "plainrl --amp" in programs:
+        pairs += [("plainrl --amp", peer) for peer in PEERS if peer in programs]
+        pairs.append(("plainrl --amp", "plainrl"))
     lines = []
-    for name, column, above, below in wanted_ratios(list(precisions)):
-        found = ratios(rounds, column, above, below)
-        by_round = ", ".join(f"{ratio:.2f}" for ratio in found)
-        precision = " / ".join(dict.fromkeys(filter(None, (precisions[above], precisions[below]))))
-        lines.append([name, precision, *three(found, ".2f"), by_round])
-    return Table(header, lines, "llrrrl")
+    for ours, other in pairs:
+        lines.append(ratio_line(rows, "steps/s", "steps_per_second", ours, other))
+        if other in PEERS:
+            lines.append(ratio_line(rows, "time of 1M steps", "wall_s_1m", other, ours))
+    header = ("ratio", "precision", "median", "min", "max", "round by round")
+    return markdown(Table(header, lines, "llrrrl"))
 
 
-def wanted_ratios(programs):
-    """The ratios for a script's programs -> [(name, column, program above, program below)]."""
-    pairs = [("plainrl", program) for program in programs if program not in OURS]
-    pairs += [("plainrl --amp", PEER), ("plainrl --amp", "plainrl")]
-    wanted = []
-    for above, below in pairs:
-        if above not in programs or below not in programs:
-            continue
-        name = f"steps/s, {title(above)} / {title(below)}"
-        wanted.append((name, "steps_per_second", above, below))
-        if below == PEER:
-            name = f"time of 1M steps, {title(below)} / {title(above)}"
-            wanted.append((name, "wall_s_1m", below, above))
-    return wanted
-
-
-def full_sentence(full):
-    """[a sentence] about 1M steps that were really run, [] if they weren't."""
-    found = ratios(full, "wall_s", PEER, "plainrl")
-    if found.empty:
-        return []
-    return [
-        f"Measured over 1M steps: Stable-Baselines3 takes {found.iloc[0]:.2f} times as long as "
-        "PlainRL, whole process."
-    ]
+def ratio_line(rows, what, column, above, below):
+    """The cells of a ratio -> list of str."""
+    titles, precisions = zip(PROGRAMS[above], PROGRAMS[below])
+    found = ratios(rows, column, above, below)
+    by_round = ", ".join(f"{ratio:.2f}" for ratio in found)
+    precision = " / ".join(dict.fromkeys(filter(None, precisions)))
+    return [f"{what}, {' / '.join(titles)}", precision, *three(found, ".2f"), by_round]
 
 
 def ratios(rows, column, above, below):
-    """A column of one program divided by that of another -> Series by round.
-
-    Only rounds that have both programs count.
-    """
+    """A column of one program divided by that of another, in rounds that have both -> Series."""
     by_program = rows.pivot(index="round", columns="program", values=column)
     by_program = by_program.reindex(index=rows["round"].unique(), columns=[above, below])
     return (by_program[above] / by_program[below]).dropna()
 
 
-def speeds_of(rows, program):
-    """A program's steps/s, a Series."""
-    return rows.loc[rows["program"] == program, "steps_per_second"]
-
-
-def title(program):
-    """A program's name in tables; one of --other has its own."""
-    if program in PROGRAMS:
-        return PROGRAMS[program].title
-    return program
-
-
 def three(values, form):
     """Median, minimum and maximum -> list of str, "-" if there are no values."""
-    values = values.dropna()
-    if values.empty:
+    if values.count() == 0:
         return ["-"] * 3
     return [format(value, form) for value in (values.median(), values.min(), values.max())]
 
@@ -194,6 +107,4 @@ def three(values, form):
 def spread(values, form):
     """Values as "median (min to max)"; a single one stands alone, none is "-"."""
     middle, low, high = three(values, form)
-    if values.count() < 2:
-        return middle
-    return f"{middle} ({low} to {high})"
+    return middle if values.count() < 2 else f"{middle} ({low} to {high})"

@@ -217,14 +217,10 @@ def test_a_docker_command(lab, monkeypatch):
     assert "WANDB_API_KEY" in words and "secret" not in " ".join(words)
     mounts = [word for before, word in zip(words, words[1:]) if before == "--mount"]
     sources = [word.split('","')[1].removeprefix("source=") for word in mounts]
-    assert sources == [str(lab.folder), str(ROOT / "benchmark"), str(lab.out)] or set(sources) == {
-        str(lab.folder),
-        str(ROOT / "benchmark"),
-        str(lab.out),
-    }
+    assert set(sources) == {str(lab.folder), str(ROOT / "benchmark"), str(lab.out)}
     assert [word.endswith('"readonly"') for word in mounts] == [True, True, False]
     image = words.index("plainrl")
-    assert words[image - 1] == "python" and words[image + 1 : image + 3] == ["-m", "benchmark.task"]
+    assert words[image + 1 : image + 3] == ["-m", "benchmark.task"]
 
 
 def test_a_home_folder_is_not_shown_to_containers(lab, monkeypatch):
