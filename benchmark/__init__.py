@@ -1,11 +1,10 @@
 """Sweeps, reports and speed. Data flows one way, and each fact is written once.
 
-A suite's TOML (suite) becomes runs, which stand in a sweep's folder (store). Workers (worker),
-which an engine starts (engines) when the sweep says so (sweep), run the scripts there. status shows
-the folder, runs reads it as frames, variants names what differs, stats and report make curves and
-tables of them. speed measures on its own, without sweeps or run folders, and shows what it found
-with the report's tables and figures. In report, only algorithms and results, which redraw the
-committed pages, know speed.
+A suite's TOML (suite) becomes runs. A sweep (sweep) has a backend (backends) execute a task (task)
+for each, which starts or resumes the run's script until the run's folder says that it is finished.
+report reads such folders, or the CSVs of an earlier report, as frames, and makes curves, tables and
+statistics of them. speed measures on its own. In report, only algorithms and results, which redraw
+the committed pages, know speed.
 """
 
 from pathlib import Path

@@ -39,7 +39,8 @@ COMMANDS = ("sweep", "task", "report", "speed")  # python -m benchmark.COMMAND
 SHELL = ("sh", "bash", "console")  # languages of blocks that are commands, line by line
 OTHER_PROGRAMS = (".", "mkdir", "tensorboard", "wandb")  # whose words nobody here can check
 # Flags of programs of others
-FOREIGN_FLAGS = {"--network": "docker run", "--constraint": "sbatch", "--no-index": "git diff"}
+FOREIGN_FLAGS = {"--network": "docker run", "--no-index": "git diff"}
+FOREIGN_FLAGS |= dict.fromkeys(("--array", "--requeue", "--wrap"), "sbatch")
 PLACEHOLDERS = {"SEED": "1", "STEPS": "1000000"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
