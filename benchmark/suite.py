@@ -84,7 +84,9 @@ def read_suite(path):
         tables = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise SuiteError(f"can't read the suite {path}: {error}") from None
-    if set(tables) != {"runs"} or not isinstance(tables["runs"], list):
+    runs = tables.get("runs")
+    are_tables = isinstance(runs, list) and all(isinstance(table, dict) for table in runs)
+    if set(tables) != {"runs"} or not are_tables:
         raise SuiteError(f"{path} must have tables [[runs]] and nothing else")
     runs = {}
     for table in tables["runs"]:
@@ -114,6 +116,8 @@ def check_table(table, path):
     seeds = seeds_of(table)
     if not all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds):
         raise SuiteError(f"{path}: seeds must be whole numbers from 0 to 2**32 - 1")
+    if not seeds or not table["env_ids"]:
+        raise SuiteError(f"{path} has a table [[runs]] without runs")
     if not all(isinstance(flags, dict) for flags in table.get("variants", {}).values()):
         raise SuiteError(f"{path}: a variant must be a table of flags")
 
@@ -129,7 +133,7 @@ def expand(table, path):
     for variant, own in table.get("variants", {"": {}}).items():
         flags = table.get("flags", {}) | own
         if "init_from" in flags:  # the runs run in the sweep's folder
-            flags["init_from"] = str((path.absolute().parent / flags["init_from"]).resolve())
+            flags["init_from"] = str((path.absolute().parent / str(flags["init_from"])).resolve())
         for env_id in table["env_ids"]:
             for seed in seeds_of(table):
                 parts = (str(env_id), script.stem, variant, str(seed))

@@ -11,7 +11,6 @@ and SIGTERM let the runs write their checkpoints. The exit code is 1 if a run is
 """
 
 import importlib
-import json
 import shlex
 import signal
 import sys
@@ -31,13 +30,12 @@ from rich.table import Table
 from benchmark import ROOT, backends
 from benchmark.backends import BackendError
 from benchmark.suite import SuiteError, read_args, read_suite
-from benchmark.task import last_line, read_evaluation, state_of
+from benchmark.task import changed_flags, last_line, read_evaluation, state_of
 
 POLL_S = 0.5  # s between two looks at the runs
 SHOW_S = 30  # s between two lines on the progress where there is no terminal
 ENDS = ("finished", "failed")
 STATES = ("running", "begun", "waiting", *ENDS)
-MAY_CHANGE = ("num_threads", "resume", "evaluate")  # flags in which a run and its suite may differ
 
 
 def fail(message):
@@ -74,15 +72,11 @@ def check_old_runs(folder, args):
 
     args: {name: flags as config.json has them}.
     """
-    for name, new in args.items():
-        config = folder / "runs" / name / "config.json"
-        if not (config.parent / "checkpoint.pt").exists():
-            continue
-        old = json.loads(config.read_text())["args"]
-        changed = [flag for flag, x in new.items() if old.get(flag, x) != x]
-        changed = ", ".join(flag for flag in changed if flag not in MAY_CHANGE)
+    for name, flags in args.items():
+        run_dir = folder / "runs" / name
+        changed = ", ".join(changed_flags(run_dir, flags))
         if changed:
-            fail(f"{config.parent} was made with another {changed}: choose another --dir")
+            fail(f"{run_dir} was made with another {changed}: choose another --dir")
 
 
 def progress(run_dir, total_steps):
@@ -95,7 +89,8 @@ def progress(run_dir, total_steps):
         return None
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - 4096))
-        rows = [row.split(b",") for row in file.read().split(b"\n")[1:-1]]
+        rows = file.read().split(b"\n")[1:-1]
+    rows = [row.split(b",") for row in rows if row.count(b",") == 5]
     if not rows:
         return None
     step, seconds = int(rows[-1][0]), float(rows[-1][1])
@@ -141,7 +136,7 @@ class Screen:
             steps = f"{total:,}"
             mean_return = f"{np.mean(read_evaluation(run_dir)):.1f}"
         elif state == "failed":
-            note = (run_dir / "failed").read_text().strip()
+            note = last_line(run_dir / "failed")
         elif found := progress(run_dir, total):
             steps = f"{found[0]:,}/{total:,}"
             mean_return = f"{found[3]:.1f}"
@@ -208,12 +203,12 @@ def main():
         folder = (flags.dir or Path("sweeps", suite.stem)).absolute()
         runs = read_suite(suite)
         args = read_args(runs)
-        check_old_runs(folder, args)
         screen = Screen(folder, {name: args[name]["total_timesteps"] for name in runs})
         screen.look(())
         if flags.status:
             screen.print_table()
             return
+        check_old_runs(folder, args)
         backend = backend_class(flags, suite, folder, runs)
         if flags.dry_run:
             for name in runs:
@@ -226,12 +221,14 @@ def main():
 
 def run_sweep(flags, folder, backend, screen):
     """Does the runs, shows what became of them, and ends the program."""
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock")
     try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
         fail(f"another sweep has {folder}")
+    except OSError as error:
+        fail(f"{folder} can't be the folder of a sweep: {error}")
     if flags.retry_failed:
         for name, state in screen.states.items():
             if state == "failed":

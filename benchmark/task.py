@@ -27,6 +27,7 @@ FINISHED, FAILED, BAD_INPUT = 0, 1, 2
 HELD = 75  # EX_TEMPFAIL of sysexits.h
 STOPPED = 128 + signal.SIGTERM
 WAIT_S = 90  # s in which a process that is being stopped lets a run go
+MAY_CHANGE = ("num_threads", "resume", "evaluate")  # flags in which a run and its suite may differ
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -47,7 +48,7 @@ def read_evaluation(run_dir):
     """The returns of a run's last evaluation, a list; None of a run that isn't finished."""
     try:
         return json.loads((run_dir / "evaluation.json").read_text())["returns"]
-    except (FileNotFoundError, ValueError):  # none, or killed while it was written
+    except (FileNotFoundError, ValueError, LookupError, TypeError):  # none, or half written
         return None
 
 
@@ -58,6 +59,20 @@ def state_of(run_dir):
     if (run_dir / "failed").exists():
         return "failed"
     return "begun" if (run_dir / "checkpoint.pt").exists() else "waiting"
+
+
+def changed_flags(run_dir, flags):
+    """Names of those of flags that a run which is there was made with another value of.
+
+    flags: as config.json has them. Raises SuiteError where that is damaged.
+    """
+    if not (run_dir / "checkpoint.pt").exists():
+        return []
+    try:
+        made = json.loads((run_dir / "config.json").read_text())["args"]
+        return [x for x in flags if x not in MAY_CHANGE and made.get(x, flags[x]) != flags[x]]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise SuiteError(f"{run_dir}/config.json is damaged: remove {run_dir}") from None
 
 
 def last_line(log):
@@ -139,7 +154,7 @@ class Task:
 def find_run(suite, name):
     """The Run of that name, or number, in a suite's file. Raises SuiteError."""
     runs = read_suite(suite)
-    if name.isdigit() and int(name) < len(runs):
+    if name.isdecimal() and int(name) < len(runs):
         return list(runs.values())[int(name)]
     if name not in runs:
         raise SuiteError(f"{suite} has no run {name}")
@@ -160,8 +175,12 @@ def main():
     flags = tyro.cli(Flags, prog="python -m benchmark.task", description=__doc__)
     die_with_parent(signal.SIGTERM)
     try:
-        task = Task(find_run(flags.suite, flags.name), flags.dir.absolute(), flags.retries)
-    except SuiteError as error:
+        task = Task(find_run(flags.suite, flags.name), flags.dir.absolute(), max(0, flags.retries))
+        changed = ", ".join(changed_flags(task.run_dir, task.run.flags))
+        if changed:
+            raise SuiteError(f"{task.run_dir} was made with another {changed}: use another --dir")
+        task.log.parent.mkdir(parents=True, exist_ok=True)
+    except (SuiteError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
     for signum in (signal.SIGINT, signal.SIGTERM):

@@ -671,6 +671,18 @@ def test_each_flag_is_free_or_fixed(capsys, name):
     assert f"'{name}': " in capsys.readouterr().err
 
 
+def test_the_best_return_comes_back(succeed, run, tmp_path):
+    """So that a worse evaluation doesn't replace best.pt."""
+    flags = f"{FLAGS} --eval-interval 1"
+    assert run(tmp_path, flags, TOY_FAULT="SIGTERM 650").returncode == 143
+    saved = load_checkpoint(tmp_path / RUN)["run"]
+    assert np.isfinite(saved["best_return"])
+    edit_checkpoint(tmp_path / RUN, run=saved | {"best_return": 1e9})
+    best = (tmp_path / RUN / "best.pt").read_bytes()
+    succeed(tmp_path, f"--resume {RUN}")
+    assert (tmp_path / RUN / "best.pt").read_bytes() == best
+
+
 def test_half_a_row_is_cut_off(succeed, whole, stopped, tmp_path):
     with open(stopped / "episodes.csv", "a") as file:
         file.write("75")

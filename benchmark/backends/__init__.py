@@ -10,6 +10,7 @@ module and name the new one in NAMES:
 - ray.py: tasks of a library.
 """
 
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class CommonFlags:
     dry_run: bool = False  # show the commands, and do nothing
 
     def __post_init__(self):
-        if self.cpus_per_run < 1 or self.gpus_per_run < 0 or self.retries < 0:
+        if self.cpus_per_run < 1 or not 0 <= self.gpus_per_run < math.inf or self.retries < 0:
             raise BackendError(
                 "--cpus-per-run must be above 0, --gpus-per-run and --retries not below"
             )

@@ -99,7 +99,7 @@ class Backend:
                     self.waiting.append(name)
         while self.waiting and self.free:
             self.begin(self.waiting.popleft(), self.free.popleft())
-        return {*self.processes, *self.waiting}
+        return set(self.processes)
 
     def begin(self, name, place):
         """Starts a run's task in a place."""
@@ -125,7 +125,6 @@ class Backend:
         self.starts[name] += 1
 
     def stop(self):
-        self.waiting.clear()
         for process, _ in self.processes.values():
             process.terminate()
         end = time.time() + STOP_S

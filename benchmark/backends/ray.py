@@ -90,10 +90,9 @@ class Backend:
             name = self.waiting.pop(0)
             log = str(self.folder / "logs" / f"{name}.log")
             self.refs[name] = self.task.remote(self.preview(name), environment(self.flags), log)
-        return {*self.refs, *self.waiting}
+        return set(self.refs)
 
     def stop(self):
-        self.waiting.clear()
         for ref in self.refs.values():
             self.ray.cancel(ref)
         self.ray.wait(list(self.refs.values()), num_returns=len(self.refs), timeout=STOP_S)

@@ -87,7 +87,7 @@ class Backend:
             raise BackendError("submitit isn't installed: `pip install -r requirements-sweep.txt`")
 
     def preview(self, name):
-        return ["sbatch", *task_words(self.flags, self.suite, self.folder, name)]
+        return task_words(self.flags, self.suite, self.folder, name)
 
     def has_jobs(self):
         """Whether Slurm has jobs of this folder. Raises BackendError where it doesn't answer."""

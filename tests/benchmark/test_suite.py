@@ -56,7 +56,7 @@ SCRIPTS = {"broken": "no python", "exits": "raise SystemExit(3)", "empty": ARGS}
         ('env_ids = ["A"\nseeds = 1', "can't read the suite"),
         ('env_ids = ["A"]', "look at seeds"),
         ('env_ids = ["A"]\nseeds = 1\nenvs = 3', "look at envs"),
-        ('env_ids = ["A"]\nseeds = 0', "has no runs"),
+        ('env_ids = ["A"]\nseeds = 0', "without runs"),
         ('env_ids = "A"\nseeds = 1', "env_ids = 'A' is of the wrong type"),
         ('env_ids = ["A"]\nseeds = true', "seeds = True is of the wrong type"),
         ('env_ids = ["A"]\nseeds = [-1]', "whole numbers from 0 to 2**32 - 1"),
@@ -71,6 +71,8 @@ SCRIPTS = {"broken": "no python", "exits": "raise SystemExit(3)", "empty": ARGS}
         (SECOND.format("empty.py"), "must have read_flags, check_args"),
         ('env_ids = ["A"]\nseeds = 1\nflags = { stride = 3 }', "can't set stride for fake.py"),
         ('env_ids = ["A"]\nseeds = 1\nflags = { seed = 3 }', "can't set seed for fake.py"),
+        ('env_ids = ["A"]\nseeds = 1\nflags = { resume = "x" }', "can't set resume for fake.py"),
+        ('env_ids = ["A"]\nseeds = 1\nflags = { run_name = "x" }', "can't set run_name for"),
         (
             'env_ids = ["A"]\nseeds = 1\nflags = { total_timesteps = 0 }',
             "fake.py --total-timesteps 0: error: --total-timesteps must be above 0",
@@ -84,6 +86,24 @@ def test_bad_suites_are_refused_in_one_sentence(lab, text, sentence):
     with pytest.raises(SuiteError) as error:
         read_args(read_suite(suite))
     assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_tables_are_tables(tmp_path):
+    (tmp_path / "suite.toml").write_text("runs = [1]")
+    with pytest.raises(SuiteError, match="must have tables"):
+        read_suite(tmp_path / "suite.toml")
+
+
+def test_a_module_of_an_environment_is_in_the_name(lab):
+    assert list(read_suite(lab.make_suite("mine:A-v0"))) == ["mine-A-v0__fake__1"]
+
+
+def test_the_suites_folder_comes_first(lab):
+    suite = lab.make_suite("A")
+    (lab.folder / "ppo.py").write_text(lab.script.read_text())
+    suite.write_text(suite.read_text().replace("fake.py", "ppo.py"))
+    (run,) = read_suite(suite).values()
+    assert run.script == lab.folder / "ppo.py"
 
 
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)

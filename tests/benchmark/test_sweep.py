@@ -5,17 +5,23 @@ import pty
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from processes import leaves
 
 from benchmark import ROOT, backends, sweep
+from benchmark.backends import local
 from benchmark.suite import read_suite
 from benchmark.sweep import progress
 
 ONE = "Good-v0__fake__1"
 GATES = [f"Gate-v0__fake__{seed}" for seed in (1, 2)]
+two_cores = pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
+    reason="there is one core alone",
+)
 
 
 def test_a_sweep_does_a_suite(lab):
@@ -24,12 +30,46 @@ def test_a_sweep_does_a_suite(lab):
     code, said = lab.run_sweep("--retries", "2")
     assert code == 1
     assert "0 running, 0 begun, 1 waiting, 2 finished, 2 failed" in said
-    assert "RuntimeError: [broken] at 0 (exit code 1)" in said
+    assert (
+        said.count("RuntimeError: [broken] at 0 (exit code 1)") == 2
+    )  # as it ended, and in the end
     assert "error: a sentence on what is wrong (exit code 2)" in said
     assert "nothing came to be" in said
     assert f"curves and tables: python -m benchmark.report {lab.out}" in said
     lab.assert_done_once("Crash-v0__fake__1", ONE)
     assert lab.starts("Never-v0__fake__1") == 3
+
+
+def test_a_run_that_never_began_is_an_error(lab):
+    lab.make_suite("Nothing-v0")
+    assert lab.run_sweep()[0] == 1
+
+
+def test_a_damaged_run_is_named(lab):
+    lab.make_suite("Good-v0")
+    assert lab.run_sweep()[0] == 0
+    (lab.out / "runs" / ONE / "config.json").write_text("{")
+    code, said = lab.run_sweep()
+    assert code == 2 and said.startswith("error: ") and "config.json is damaged: remove" in said
+    assert lab.run_sweep("--status")[0] == 0
+
+
+@pytest.mark.parametrize("code, starts", [(-9, 2), (75, 2), (1, 1), (143, 1)])
+def test_how_often_a_task_is_started(lab, monkeypatch, code, starts):
+    """Lost ones as often as failed ones are resumed; others once. What waits isn't running."""
+    backend = local.Backend(local.Flags("suite", retries=1, workers=1), lab.suite, lab.out, {})
+
+    def begin(name, place):
+        backend.starts[name] += 1
+        process = SimpleNamespace(poll=lambda: code, returncode=code)
+        backend.processes[name] = (process, place)
+
+    monkeypatch.setattr(backend, "begin", begin)
+    assert backend.start(["A", "B"]) == {"A", "B"}
+    assert backend.running() == {"A"}
+    for _ in range(9):
+        backend.running()
+    assert backend.running() == set() and backend.starts == {"A": starts, "B": starts}
 
 
 def test_failed_runs_are_tried_again_only_on_demand(lab):
@@ -43,6 +83,7 @@ def test_failed_runs_are_tried_again_only_on_demand(lab):
     assert lab.starts(ONE) == 1
 
 
+@two_cores
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_sweep_that_is_stopped_goes_on(lab, signum):
     """Its runs end with it, and none is done twice."""
@@ -68,9 +109,8 @@ def test_a_task_that_is_killed_is_started_again(lab):
     lab.assert_done_once(GATES[0])
 
 
+@two_cores
 def test_each_run_has_cores_of_its_own(lab):
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("there is one core alone")
     lab.make_suite("Gate-v0", seeds=2)
     process = lab.start_sweep("--workers", "2")
     lab.at_gate(*GATES)
@@ -81,6 +121,7 @@ def test_each_run_has_cores_of_its_own(lab):
     assert places == [f"[{core}] 1" for core in cores[:2]]
 
 
+@two_cores
 def test_two_runs_share_a_gpu(lab):
     lab.make_suite("Gate-v0", seeds=2)
     flags = ("--gpus-per-run", "0.5", "--workers", "2")
@@ -140,7 +181,7 @@ def test_on_a_terminal_there_is_a_live_table(lab):
     try:
         while data := os.read(ours, 65536):
             said += data
-            if b"2/6" in said:
+            if b"2/6" in said and b"1 running" in said:
                 lab.go()
     except OSError:  # the terminal's other side is closed
         pass
@@ -156,7 +197,7 @@ def test_progress_is_read_from_the_last_whole_rows(tmp_path):
     header = "global_step,wall_seconds,env,return,length,ended_by\n"
     (tmp_path / "episodes.csv").write_text(header)
     assert progress(tmp_path, 100) is None
-    rows = "20,4.0,0,3.0,20,termination\n40,8.0,0,5.0,20,termination\n6"
+    rows = "13,1\n20,4.0,0,3.0,20,termination\n40,8.0,0,5.0,20,termination\n6"
     (tmp_path / "episodes.csv").write_text(header + rows)
     assert progress(tmp_path, 100) == (40, 5.0, 12.0, 4.0)
 
@@ -168,6 +209,8 @@ def test_progress_is_read_from_the_last_whole_rows(tmp_path):
         (["--cpus-per-run", "0"], "--cpus-per-run must be above 0"),
         (["--cpus-per-run", "9999"], "don't fit on"),
         (["--retries", "-1"], "--retries"),
+        (["--gpus-per-run", "nan"], "--gpus-per-run"),
+        (["--dir", "/proc/x"], "can't be the folder of a sweep"),
         (["--backend", "cloud"], "--backend must be one of local, docker, slurm, ray"),
     ],
 )

@@ -130,6 +130,57 @@ def test_a_run_that_another_process_keeps_is_neither_done_nor_failed(lab):
     assert lab.run_task(GOOD)[0] == 0
 
 
+def test_a_script_that_is_stopped_itself_is_neither_failed_nor_retried(lab):
+    lab.make_suite("Gate-v0")
+    task = lab.start_task(GATE)
+    lab.at_gate(GATE)
+    script, _ = lab.pids(GATE)
+    os.kill(script, signal.SIGTERM)
+    assert lab.finish(task)[0] == 143
+    assert lab.starts(GATE) == 1 and state(lab, GATE) == "begun"
+
+
+def test_slurms_signal_does_not_reach_the_script(lab):
+    lab.make_suite("Gate-v0")
+    task = lab.start_task(GATE)
+    lab.at_gate(GATE)
+    script, _ = lab.pids(GATE)
+    os.kill(script, signal.SIGUSR2)
+    lab.go()
+    assert lab.finish(task)[0] == 0 and lab.starts(GATE) == 1
+
+
+def test_an_evaluation_outweighs_an_old_failure(lab):
+    lab.make_suite("Good-v0")
+    assert lab.run_task(GOOD)[0] == 0
+    (lab.out / "runs" / GOOD / "failed").touch()
+    assert state(lab, GOOD) == "finished"
+
+
+def test_a_run_that_was_made_with_other_flags_is_refused(lab):
+    lab.make_suite("Good-v0")
+    assert lab.run_task(GOOD)[0] == 0
+    lab.write_suite('env_ids = ["Good-v0"]\nseeds = 1\nflags = { total_timesteps = 9 }')
+    code, said = lab.run_task(GOOD)
+    assert code == 2 and f"{GOOD} was made with another total_timesteps" in said
+    (lab.out / "runs" / GOOD / "config.json").write_text("{")
+    code, said = lab.run_task(GOOD)
+    assert code == 2 and "config.json is damaged: remove" in said and "Traceback" not in said
+
+
+def test_a_folder_that_can_be_none_is_refused(lab):
+    lab.make_suite("Good-v0")
+    lab.out.write_text("a file")
+    code, said = lab.run_task(GOOD)
+    assert code == 2 and said.startswith("error: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ['{"returns": [1', "[]", "{}", "null"])
+def test_what_is_no_evaluation_is_none(tmp_path, text):
+    (tmp_path / "evaluation.json").write_text(text)
+    assert state_of(tmp_path) == "waiting"
+
+
 def test_half_an_evaluation_is_none(lab):
     """A run that was killed while it wrote it is evaluated again."""
     lab.make_suite("Good-v0")
