@@ -870,6 +870,9 @@ if __name__ == "__main__":
     path = run.folder / "replay.bin"
     replay = ReplayBuffer(path, args.buffer_size, spare, columns, is_new=not args.resume)
     run.restore(agent=agent, learner=learner, replay=replay, envs=envs)
+    if args.resume:  # an episode that couldn't be brought back ends with its newest row
+        newest = replay.count - args.num_envs + np.flatnonzero(envs.restarted)
+        replay.rows["dones"][newest % len(replay.rows)] = 1.0
     compiled_update = compile_or_not(update, args, device)
     coefs = {"lr": torch.tensor(args.learning_rate, device=device)}
 

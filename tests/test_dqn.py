@@ -145,6 +145,20 @@ def test_n_step_returns_written_out(tmp_path, num_envs, n_step):
         assert batch["discounts"][k] == pytest.approx(discount * (1 - row["terminations"]))
 
 
+def test_an_episode_that_cannot_be_brought_back_ends_in_the_buffer(run_script):
+    """Its returns of several steps mustn't go on into the next one."""
+    flags = f"{TINY} --total-timesteps 300 --learning-starts 299 --num-envs 2 --end-e 1"
+    run_script(SCRIPT, *flags.split())
+    path = Path("runs/run/checkpoint.pt")
+    saved = torch.load(path, weights_only=True)
+    saved["envs"]["obs"][1] += 1
+    torch.save(saved, path)
+    run = run_script(SCRIPT, "--resume", "runs/run")
+    assert run.envs.restarted.tolist() == [False, True]
+    dones = run.replay.rows["dones"][298:300]
+    assert dones.tolist() == [0, 1]
+
+
 def test_the_probability_of_a_random_action():
     args = dqn.Args(total_timesteps=1000, exploration_fraction=0.5, start_e=0.9, end_e=0.1)
     found = [dqn.random_probability(step, args) for step in (0, 250, 500, 999)]
