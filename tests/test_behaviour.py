@@ -89,7 +89,8 @@ SETTINGS = {
     "dqn": (
         f"--env-id toys:Discrete-v0 {VECTOR} --hidden-sizes 16 16 --batch-size 16 --buffer-size 700"
         " --learning-starts 100 --train-frequency 5 --target-network-frequency 60 --n-step 3"
-        " --double --dueling --exploration-fraction 0 --end-e 0.3 --checkpoint-interval 130 --eval-interval 300",
+        " --double --dueling --exploration-fraction 0 --end-e 0.3 --checkpoint-interval 130"
+        " --eval-interval 300",
         "--total-timesteps 900",
     ),
     "ppo_atari": (GAME, "--total-timesteps 48"),

@@ -148,7 +148,7 @@ def test_n_step_returns_written_out(tmp_path, num_envs, n_step):
 def test_an_episode_that_cannot_be_brought_back_ends_in_the_buffer(run_script):
     """Its returns of several steps mustn't go on into the next one."""
     flags = f"{TINY} --total-timesteps 300 --learning-starts 299 --num-envs 2 --end-e 1"
-    run_script(SCRIPT, *flags.split())
+    run_script(SCRIPT, *flags.split()).run.lock.release()
     path = Path("runs/run/checkpoint.pt")
     saved = torch.load(path, weights_only=True)
     saved["envs"]["obs"][1] += 1
