@@ -86,6 +86,13 @@ SETTINGS = {
         f"{REPLAY} --hidden-size 8 --sequence-length 4 --burn-in 2",
         "--total-timesteps 900",
     ),
+    "dqn": (
+        f"--env-id toys:Discrete-v0 {VECTOR} --hidden-sizes 16 16 --batch-size 16 --buffer-size 700"
+        " --learning-starts 100 --train-frequency 5 --target-network-frequency 60 --n-step 3"
+        " --double --dueling --exploration-fraction 0 --end-e 0.3 --checkpoint-interval 130"
+        " --eval-interval 300",
+        "--total-timesteps 900",
+    ),
     "ppo_atari": (GAME, "--total-timesteps 48"),
     "ppo_atari_lstm": (f"{GAME} --hidden-size 16", "--total-timesteps 48"),
 }
@@ -97,6 +104,7 @@ OFF_POLICY = {
     "td3_continuous_action",
     "sac_continuous_action",
     "ddpg_lstm",
+    "dqn",
 }
 
 
@@ -470,6 +478,7 @@ def test_weights_that_become_infinite_in_the_last_step_are_not_saved(script, tmp
     flags = f"{script.flags} --learning-rate 3e38"
     if script.is_off_policy:
         flags += " --total-timesteps 120 --learning-starts 117"
+        flags += " --train-frequency 1" * (script.name == "dqn")
     elif script.name == "vpg":
         flags += " --total-timesteps 1"
     else:
@@ -571,7 +580,8 @@ def test_longer(script, whole, short, tmp_path):
     assert differences(whole.outcome, tmp_path / RUN) == []
     for name in script.module.SCHEDULES:
         cwd = tmp_path / name
-        script.succeed(cwd, f"{script.short} --eval-interval 0 --{name.replace('_', '-')}")
+        on = f"--{name.replace('_', '-')}" + " 0.5" * (name == "exploration_fraction")
+        script.succeed(cwd, f"{script.short} --eval-interval 0 {on}")
         before = contents(cwd)
         assert_fails(script.run(cwd, longer), 2, "--total-timesteps", name, "--init-from")
         assert contents(cwd) == before
@@ -813,6 +823,23 @@ DEFAULTS = {
         "max_grad_norm": 0.5,
     },
     "vpg": HIDDEN | {"learning_rate": 2.5e-3, "num_envs": 8, "baseline": "value", "gamma": 0.99},
+    "dqn": {
+        "env_id": "CartPole-v1",
+        "total_timesteps": 500000,
+        "learning_rate": 2.5e-4,
+        "num_envs": 1,
+        "gamma": 0.99,
+        "hidden_sizes": (120, 84),
+        "buffer_size": 10000,
+        "batch_size": 128,
+        "tau": 1.0,
+        "target_network_frequency": 500,
+        "learning_starts": 10000,
+        "train_frequency": 10,
+        "start_e": 1.0,
+        "end_e": 0.05,
+        "exploration_fraction": 0.5,
+    },
     "ddpg_continuous_action": REPLAY_FLAGS | NOISE,
     "td3_continuous_action": REPLAY_FLAGS
     | NOISE
@@ -854,5 +881,5 @@ def test_hidden_sizes(script, tmp_path):
 @every_script
 def test_schedules(script):
     """test_longer tries those that the script names: here they are all named."""
-    schedules = {"anneal_lr", "anneal_clip"}
+    schedules = {"anneal_lr", "anneal_clip", "exploration_fraction"}
     assert {*script.module.SCHEDULES} == schedules & {*asdict(script.module.Args())}

@@ -14,20 +14,21 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Definitions that may differ: how many texts there are of each, and why
 DIFFERENT = {
-    "Args": (14, "the flags of the algorithm; its common flags are compared one by one"),
-    "SCHEDULES": (3, "which flags there are"),
-    "check_args": (10, "what the algorithm's flags may be"),
+    "Args": (15, "the flags of the algorithm; its common flags are compared one by one"),
+    "SCHEDULES": (4, "which flags there are"),
+    "check_args": (11, "what the algorithm's flags may be"),
     "check_env": (2, "actions to try, where there are masks (ppo_mask)"),
     "make_env": (6, "kinds of spaces, and the wrappers for them"),
-    "Agent": (10, "the network"),
-    "METRICS": (6, "what is learned"),
+    "Agent": (11, "the network"),
+    "METRICS": (7, "what is learned"),
     "PER_CALL": (3, "what fits into one compiled call"),
     "rollout": (3, "whole episodes (vpg); a memory"),
     "predict": (2, "no log-probabilities (a2c)"),
     "ppo_loss": (3, "a penalty in place of clipping (ppo_penalty); a memory"),
     "update_minibatches": (2, "PyTorch's Adam where nothing is compiled (a memory)"),
-    "update": (7, "one step per rollout (a2c, vpg), or with a replay buffer"),
-    "Learner": (2, "what has a target (sac: the actor has none)"),
+    "update": (8, "one step per rollout (a2c, vpg), or with a replay buffer"),
+    "Learner": (3, "what has a target and an optimizer"),
+    "sample_batch": (2, "returns of several steps (dqn)"),
     "evaluate": (4, "a copy of the weights to play with (PPO); a memory"),
     "compile_or_not": (2, "CUDA graphs (ppo_atari_vector)"),
 }
@@ -44,6 +45,7 @@ DIFFERENT_FLAGS = {
     "norm_adv": "there may be no minibatches",
     "max_grad_norm": "two gradients, which are not clipped by default",
     "amp": "of which layers",
+    "tau": "when the target moves",
 }
 # The most lines that the main blocks of neighbours may differ in, old and new ones together
 MAIN_BLOCKS = {

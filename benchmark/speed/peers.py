@@ -26,6 +26,7 @@ TASKS = {  # flags of a script's runs
     "ppo_atari": ("--total-timesteps", "10240"),
     "ppo_atari_vector": ("--total-timesteps", "10240"),
     "ppo_atari_lstm": ("--total-timesteps", "8192"),
+    "dqn": ("--total-timesteps", "41000", "--learning-starts", "1000"),
     "ddpg_continuous_action": (*REPLAY.split(), str(CORES)),
     "td3_continuous_action": (*REPLAY.split(), str(CORES)),
     "sac_continuous_action": (*REPLAY.split(), str(CORES)),

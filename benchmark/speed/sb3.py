@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import ale_py  # noqa: F401, registers the games
 import numpy as np
 import torch
-from stable_baselines3 import DDPG, PPO, SAC, TD3
+from stable_baselines3 import DDPG, DQN, PPO, SAC, TD3
 from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.noise import NormalActionNoise
 from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
@@ -71,6 +71,12 @@ def make_off_policy(script, args):
     if script == "sac_continuous_action":
         entropy = "auto" if args.autotune else args.alpha
         return SAC("MlpPolicy", envs, ent_coef=entropy, **settings)
+    if script == "dqn":
+        settings |= {"exploration_initial_eps": args.start_e, "exploration_final_eps": args.end_e}
+        settings |= {"exploration_fraction": args.exploration_fraction}
+        settings |= {"train_freq": args.train_frequency}
+        settings |= {"target_update_interval": args.target_network_frequency}
+        return DQN("MlpPolicy", envs, **settings)
     zeros = np.zeros(envs.action_space.shape)
     settings["action_noise"] = NormalActionNoise(zeros, zeros + args.exploration_noise)
     if script == "ddpg_continuous_action":

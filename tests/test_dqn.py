@@ -1,0 +1,226 @@
+"""dqn.py: targets, n-step returns, exploration, and when the networks move."""
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from stable_baselines3 import DQN
+from stable_baselines3.common.buffers import ReplayBufferSamples
+
+import dqn
+
+SCRIPT = Path(dqn.__file__)
+TINY = "--no-compile --no-cuda --run-name run --eval-episodes 1 --eval-interval 0"
+COEFS = {"lr": torch.tensor(1e-3)}
+
+
+def make_batch(n=16, obs_dim=4, num_actions=2):
+    return {
+        "obs": torch.randn(n, obs_dim),
+        "actions": torch.randint(num_actions, (n,)),
+        "rewards": torch.randn(n),
+        "next_obs": torch.randn(n, obs_dim),
+        "discounts": 0.99 * torch.randint(2, (n,)).float(),
+    }
+
+
+def make_learner(dueling=False):
+    """An agent, and a learner whose target has other weights."""
+    agent = dqn.Agent(4, 2, (120, 84), dueling)
+    learner = dqn.Learner(agent)
+    for param in learner.target.parameters():
+        param.data += 0.1 * torch.randn_like(param)
+    return agent, learner
+
+
+def test_an_update_equals_stable_baselines3():
+    """Three steps on three minibatches; its loss is Huber's."""
+    agent, learner = make_learner()
+    settings = {"policy_kwargs": {"net_arch": [120, 84]}, "max_grad_norm": 1e9, "device": "cpu"}
+    model = DQN("MlpPolicy", "CartPole-v1", learning_rate=1e-3, gamma=0.99, **settings)
+    model._setup_learn(1)
+    for network, own in ((model.q_net, agent), (model.q_net_target, learner.target)):
+        network.q_net.load_state_dict(own.network.state_dict())
+    args = dqn.Args(huber=True)
+    for _ in range(3):
+        batch = make_batch()
+        rows = (batch["obs"], batch["actions"][:, None], batch["next_obs"])
+        dones = (batch["discounts"] == 0).float()[:, None]
+        samples = ReplayBufferSamples(*rows, dones, batch["rewards"][:, None])
+        model.replay_buffer.sample = lambda *_, samples=samples, **__: samples
+        model.train(gradient_steps=1, batch_size=16)
+        dqn.update(agent, learner, batch, COEFS, args)
+    for own, other in zip(agent.parameters(), model.q_net.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("huber", [False, True])
+def test_the_loss_written_out(double, huber):
+    """One transition after the other: equation 2 of Mnih et al., equation 4 of van Hasselt."""
+    agent, learner = make_learner()
+    before = copy.deepcopy(agent)
+    batch = make_batch()
+    expected = []
+    for obs, action, reward, next_obs, discount in zip(*batch.values(), strict=True):
+        values = learner.target(next_obs[None])[0]
+        best = int((before(next_obs[None])[0] if double else values).argmax())
+        error = float(before(obs[None])[0, action] - (reward + discount * values[best]))
+        is_small = abs(error) < 1
+        expected.append((0.5 * error**2 if is_small else abs(error) - 0.5) if huber else error**2)
+    dqn.update(agent, learner, batch, COEFS, dqn.Args(double=double, huber=huber))
+    metrics = learner.mean_metrics()
+    assert metrics["td_loss"] == pytest.approx(np.mean(expected), rel=1e-4)
+    values = before(batch["obs"]).gather(1, batch["actions"][:, None])
+    assert metrics["q_values"] == pytest.approx(float(values.mean()), rel=1e-4)
+
+
+def test_the_target_is_a_constant():
+    """Also where both networks are one: no gradient flows through it."""
+    agent, learner = make_learner()
+    learner.target = agent
+    batch = make_batch()
+    td_targets = batch["rewards"] + batch["discounts"] * agent(batch["next_obs"]).amax(1)
+    values = agent(batch["obs"]).gather(1, batch["actions"][:, None]).squeeze(1)
+    expected = torch.autograd.grad(
+        ((values - td_targets.detach()) ** 2).mean(), learner.optimizer.params
+    )
+    given = []
+    learner.optimizer.step = lambda grads, lr: given.extend(grads)
+    dqn.update(agent, learner, batch, COEFS, dqn.Args())
+    torch.testing.assert_close(given, list(expected))
+
+
+def test_dueling_values_have_the_mean_of_the_value():
+    """Equation 9 of Wang et al.: the advantages' mean is 0."""
+    agent = dqn.Agent(4, 3, (8,), dueling=True)
+    obs = torch.randn(5, 4)
+    outputs = agent.network(obs)
+    assert outputs.shape == (5, 4)
+    torch.testing.assert_close(agent(obs).mean(1), outputs[:, 0])
+    torch.testing.assert_close(agent(obs).diff(dim=1), outputs[:, 1:].diff(dim=1))
+
+
+def test_actions_are_the_best_ones():
+    agent = dqn.Agent(4, 3, (8,), dueling=False)
+    obs = np.random.randn(20, 4).astype(np.float32)
+    assert np.array_equal(agent.act(obs), agent(torch.from_numpy(obs)).argmax(1).numpy())
+    assert len(set(agent.act(obs))) > 1
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("n_step", [1, 2, 5])
+def test_n_step_returns_written_out(tmp_path, num_envs, n_step):
+    """Row by row, across episodes' ends, the newest row, and the end of the buffer's file."""
+    rng = np.random.default_rng(0)
+    args = dqn.Args(num_envs=num_envs, n_step=n_step, gamma=0.9, batch_size=500)
+    columns = {name: (np.float32, ()) for name in ("obs", "rewards", "next_obs")}
+    columns |= {name: (np.float32, ()) for name in ("terminations", "dones")}
+    replay = dqn.ReplayBuffer(tmp_path / "replay", 60, 9, columns, is_new=True)
+    rows = []
+    for step in range(50):
+        terminations = rng.random(num_envs) < 0.1
+        dones = terminations | (rng.random(num_envs) < 0.1)
+        obs = np.arange(num_envs) + num_envs * step
+        row = {"obs": obs, "rewards": rng.random(num_envs), "next_obs": obs + 0.5}
+        row |= {"terminations": terminations, "dones": dones}
+        replay.add(**{name: np.asarray(x, np.float32) for name, x in row.items()})
+        rows += [{name: np.float32(x[i]) for name, x in row.items()} for i in range(num_envs)]
+    batch = dqn.draw_n_steps(replay, args)
+    assert len(set(batch["obs"])) > min(30, len(rows) - 20)
+    for k, obs in enumerate(batch["obs"]):
+        number = int(obs)
+        total, discount = 0.0, 1.0
+        for _ in range(n_step):
+            row = rows[number]
+            total += discount * row["rewards"]
+            discount *= 0.9
+            number += num_envs
+            if row["dones"] or number >= len(rows):
+                break
+        assert batch["rewards"][k] == pytest.approx(total, rel=1e-5)
+        assert batch["next_obs"][k] == row["next_obs"]
+        assert batch["discounts"][k] == pytest.approx(discount * (1 - row["terminations"]))
+
+
+def test_an_episode_that_cannot_be_brought_back_ends_in_the_buffer(run_script):
+    """Its returns of several steps mustn't go on into the next one."""
+    flags = f"{TINY} --total-timesteps 300 --learning-starts 299 --num-envs 2 --end-e 1"
+    run_script(SCRIPT, *flags.split()).run.lock.release()
+    path = Path("runs/run/checkpoint.pt")
+    saved = torch.load(path, weights_only=True)
+    saved["envs"]["obs"][1] += 1
+    torch.save(saved, path)
+    run = run_script(SCRIPT, "--resume", "runs/run")
+    assert run.envs.restarted.tolist() == [False, True]
+    dones = run.replay.rows["dones"][298:300]
+    assert dones.tolist() == [0, 1]
+
+
+def test_the_probability_of_a_random_action():
+    args = dqn.Args(total_timesteps=1000, exploration_fraction=0.5, start_e=0.9, end_e=0.1)
+    found = [dqn.random_probability(step, args) for step in (0, 250, 500, 999)]
+    assert found == pytest.approx([0.9, 0.5, 0.1, 0.1])
+    assert dqn.random_probability(0, dqn.Args(exploration_fraction=0, end_e=0.3)) == 0.3
+
+
+@pytest.mark.parametrize("probability", [0, 1])
+def test_actions_are_random_or_the_best(run_script, probability):
+    flags = f"{TINY} --total-timesteps 400 --learning-starts 399 --start-e {probability}"
+    run = run_script(SCRIPT, *flags.split(), "--end-e", str(probability))
+    rows = run.replay.rows[:400]
+    best = run.agent.act(rows["obs"].copy())
+    equal = np.mean(rows["actions"] == best)
+    assert equal == 1 if probability == 0 else 0.35 < equal < 0.65
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "MountainCar-v0"])
+def test_next_observations_are_those_before_the_reset(run_script, env_id):
+    """And only terminations, which CartPole's random episodes end with, are stored as such."""
+    flags = f"--env-id {env_id} {TINY} --num-envs 2 --total-timesteps 1000 --learning-starts 999"
+    run = run_script(SCRIPT, *flags.split(), "--end-e", "1")
+    rows = run.replay.rows[:1000]
+    dones = rows["dones"][:-2] == 1
+    assert 2 <= dones.sum() < 200
+    goes_on = np.all(rows["next_obs"][:-2] == rows["obs"][2:], axis=1)
+    assert np.array_equal(goes_on, ~dones)
+    assert np.array_equal(rows["terminations"] == 1, (rows["dones"] == 1) & (env_id[0] == "C"))
+
+
+def test_when_the_networks_move(run_script):
+    """An update every 7 steps from the 100th on; the target after 100 more, by tau."""
+    flags = f"{TINY} --total-timesteps 200 --learning-starts 100 --train-frequency 7 --seed 3"
+    first = run_script(SCRIPT, *flags.split(), "--target-network-frequency", "1000")
+    assert int(first.learner.optimizer.steps) == 100 // 7
+    torch.manual_seed(3)
+    untouched = dqn.Agent(4, 2, (120, 84), False).state_dict()
+    torch.testing.assert_close(first.learner.target.state_dict(), untouched)
+    flags = flags.replace("--run-name run", "--run-name moved")
+    moved = run_script(SCRIPT, *flags.split(), "--target-network-frequency", "100", "--tau", "0.5")
+    for name, target in moved.learner.target.state_dict().items():
+        expected = (untouched[name] + moved.agent.state_dict()[name]) / 2
+        torch.testing.assert_close(target, expected)
+
+
+def test_bad_flags(run_script, capsys):
+    for flags, sentence in {
+        "--end-e 0.5 --start-e 0.1": "--end-e and --start-e must be",
+        "--exploration-fraction 2": "--exploration-fraction must be from 0 to 1",
+        "--n-step 0": "--n-step must be above 0",
+        "--train-frequency 0": "--train-frequency must be above 0",
+        "--learning-starts 500000": "--learning-starts is past the last step",
+        "--env-id Pendulum-v1": "needs a Discrete one",
+    }.items():
+        run_script(SCRIPT, *flags.split(), code=2)
+        assert sentence in capsys.readouterr().err
+
+
+def test_networks_are_cleanrl_s():
+    """Two layers with ReLU, and PyTorch's own initial weights."""
+    agent = dqn.Agent(4, 2, dqn.Args().hidden_sizes, dueling=False)
+    kinds = [type(layer).__name__ for layer in agent.network]
+    assert kinds == ["Linear", "ReLU", "Linear", "ReLU", "Linear"]
+    assert [layer.out_features for layer in agent.network[::2]] == [120, 84, 2]
+    assert agent.network[0].weight.abs().max() <= 0.5
