@@ -244,6 +244,11 @@ def read_csvs(folder):
         na_values={name: "" for name, kind in COLUMNS.items() if kind is float},
         float_precision="round_trip",
     )
+    if "run" not in runs:
+        raise ValueError("it has no column run")
+    for name, kind in COLUMNS.items():
+        if kind is float and name not in runs:  # of an older report
+            runs[name] = np.nan
     runs = runs.reindex(columns=list(COLUMNS), fill_value="").astype(COLUMNS)
     points = no_episodes()
     if (folder / "curves.csv").exists():

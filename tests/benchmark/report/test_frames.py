@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from benchmark.report import stats
@@ -244,6 +245,16 @@ def test_what_is_written_is_read_again(tmp_path, make_run):
     assert again[columns].equals(runs[columns])
     assert np.allclose(stats.curves(again, points)["return"], curves["return"], rtol=1e-11)
     assert list(stats.curves(again, points)["global_step"]) == list(curves["global_step"])
+
+
+def test_a_csv_of_an_older_report_may_lack_columns(tmp_path, make_run):
+    runs, episodes, _ = read([make_run(tmp_path / "a")])
+    write_csvs(tmp_path, runs, episodes)
+    table = pd.read_csv(tmp_path / "runs.csv")
+    table.drop(columns=["wall_seconds", "machine"]).to_csv(tmp_path / "runs.csv", index=False)
+    again, _, troubles = read([tmp_path])
+    assert troubles == [] and again["wall_seconds"].isna().all()
+    assert list(again["machine"]) == [""] and list(again["run"]) == ["a"]
 
 
 @pytest.mark.parametrize("file, text", [("runs.csv", "x\ny\n"), ("curves.csv", "run\na\n")])
