@@ -462,6 +462,9 @@ def make_env(env_id, video_dir=None, max_steps=None):
         env = gym.make(env_id, disable_env_checker=True, **options)
     except (gym.error.Error, ImportError) as error:
         check(False, f"can't make {env_id}: {error}")
+    renderer = getattr(env.unwrapped, "mujoco_renderer", None)
+    if renderer and renderer.model.ncam > 0:
+        renderer.camera_id = 0  # the model's own camera, which goes along with the robot
     action_space = env.action_space
     fits = isinstance(action_space, gym.spaces.Box) and action_space.dtype.kind == "f"
     fits = fits and np.isfinite(action_space.high - action_space.low).all()

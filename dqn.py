@@ -735,7 +735,7 @@ class Learner(nn.Module):
 
 
 def update(agent, learner, batch, coefs, args):
-    """A step of Adam on a minibatch, see sample_batch."""
+    """A step of Adam on a minibatch, see sample_n_steps."""
     with torch.no_grad():
         next_values = learner.target(batch["next_obs"])
         deciding = agent(batch["next_obs"]) if args.double else next_values
@@ -760,8 +760,8 @@ def move_target(agent, learner, tau):
         target.lerp_(param, tau)
 
 
-def draw_n_steps(replay, args):
-    """Draws transitions of up to --n-step steps -> {name: array (batch_size, ...)}.
+def sample_n_steps(replay, args, device):
+    """Draws transitions of up to --n-step steps -> {name: tensor (batch_size, ...)}.
 
     obs, actions; rewards: the discounted sum; next_obs: after the last of these steps; discounts:
     what its value counts, 0 after a termination. A transition ends with its episode, and with the
@@ -771,7 +771,7 @@ def draw_n_steps(replay, args):
     numbers = replay.draw(args.batch_size)
     batch = replay.read(numbers)
     discounts = np.full(args.batch_size, args.gamma, np.float32)
-    last = dict(batch)
+    last = batch
     for _ in range(args.n_step - 1):
         numbers = numbers + args.num_envs
         goes_on = (last["dones"] == 0) & (numbers < replay.count)
@@ -781,12 +781,6 @@ def draw_n_steps(replay, args):
         discounts = np.where(goes_on, np.float32(args.gamma) * discounts, discounts)
     batch["next_obs"] = last["next_obs"]
     batch["discounts"] = discounts * (1 - last["terminations"])
-    return batch
-
-
-def sample_batch(replay, args, device):
-    """draw_n_steps() as tensors."""
-    batch = draw_n_steps(replay, args)
     return {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
 
 
@@ -899,7 +893,8 @@ if __name__ == "__main__":
         run.global_step += args.num_envs
         after = max(0, run.global_step - args.learning_starts)
         for _ in range(before // args.train_frequency, after // args.train_frequency):
-            compiled_update(agent, learner, sample_batch(replay, args, device), coefs, args)
+            batch = sample_n_steps(replay, args, device)
+            compiled_update(agent, learner, batch, coefs, args)
         if before // args.target_network_frequency < after // args.target_network_frequency:
             move_target(agent, learner, args.tau)
 

@@ -10,6 +10,7 @@ Given again, the same command goes on: what is finished is left alone, the rest 
 and SIGTERM let the runs write their checkpoints. The exit code is 1 if a run isn't finished.
 """
 
+import argparse
 import importlib
 import shlex
 import signal
@@ -46,10 +47,9 @@ def fail(message):
 
 def read_flags():
     """The flags, and the class of the backend."""
-    words = [word for pair in sys.argv[1:] for word in pair.split("=", 1)]
-    name = "local"
-    if "--backend" in words[:-1]:
-        name = words[words.index("--backend") + 1]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--backend", default="local")
+    name = parser.parse_known_args()[0].backend  # whose flags tyro is to read
     if name not in backends.NAMES:
         fail(f"--backend must be one of {', '.join(backends.NAMES)}")
     module = importlib.import_module(f"benchmark.backends.{name}")
@@ -121,11 +121,12 @@ class Screen:
             state = state_of(self.folder / "runs" / name)
             if state == "begun" and name in running:
                 state = "running"
+            has_just_ended = state in ENDS and self.states.get(name, state) != state
+            self.states[name] = state
             if state in ENDS:
                 self.rows[name] = self.row(name, state)
-                if self.states and not sys.stdout.isatty():
-                    print(*filter(None, self.rows[name]), flush=True)
-            self.states[name] = state
+            if has_just_ended and not sys.stdout.isatty():
+                print(*filter(None, self.rows[name]), flush=True)
 
     def row(self, name, state):
         """A run's cells: name, state, steps, speed, time left, return, note."""

@@ -95,7 +95,6 @@ class Task:
 
     def work(self):
         """Attempts until the run is finished, has failed or is to stop; returns an exit code."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(self.log.with_suffix(".lock"), timeout=WAIT_S):
                 return self.attempt_all()

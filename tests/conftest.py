@@ -58,7 +58,7 @@ def run_script(monkeypatch, tmp_path):
         try:
             exec(compile(Path(path).read_text(), path, "exec"), vars(module))
         except SystemExit as stop:
-            ended = stop.code or 0
+            ended = 1 if isinstance(stop.code, str) else stop.code or 0  # a text is printed
         assert ended == code
         return module
 

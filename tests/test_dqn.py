@@ -128,7 +128,8 @@ def test_n_step_returns_written_out(tmp_path, num_envs, n_step):
         row |= {"terminations": terminations, "dones": dones}
         replay.add(**{name: np.asarray(x, np.float32) for name, x in row.items()})
         rows += [{name: np.float32(x[i]) for name, x in row.items()} for i in range(num_envs)]
-    batch = dqn.draw_n_steps(replay, args)
+    batch = dqn.sample_n_steps(replay, args, "cpu")
+    batch = {name: x.numpy() for name, x in batch.items()}
     assert len(set(batch["obs"])) > min(30, len(rows) - 20)
     for k, obs in enumerate(batch["obs"]):
         number = int(obs)
@@ -202,6 +203,13 @@ def test_when_the_networks_move(run_script):
     for name, target in moved.learner.target.state_dict().items():
         expected = (untouched[name] + moved.agent.state_dict()[name]) / 2
         torch.testing.assert_close(target, expected)
+
+
+def test_a_run_that_diverges_ends_within_a_hundred_iterations(run_script):
+    """Not with the next checkpoint."""
+    flags = f"{TINY} --total-timesteps 2000 --learning-starts 10 --train-frequency 1"
+    module = run_script(SCRIPT, *flags.split(), "--learning-rate", "1e30", code=1)
+    assert module.run.global_step <= 200
 
 
 def test_bad_flags(run_script, capsys):

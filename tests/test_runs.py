@@ -4,6 +4,7 @@ It is the same text in every script; what each one gives it is tested in test_be
 """
 
 import fcntl
+import importlib
 import json
 import os
 import pty
@@ -550,6 +551,18 @@ def test_a_video_of_a_known_environment(succeed, tmp_path):
     succeed(tmp_path, flags, MUJOCO_GL="egl")
     (path,) = (tmp_path / RUN).glob("videos/**/*.mp4")
     assert len(brightness(path)) > 3
+
+
+@pytest.mark.parametrize("name", ["ppo_continuous_action", "ddpg_continuous_action"])
+def test_the_camera_of_a_video_goes_along_with_the_robot(tmp_path, name):
+    """The model's own, where it has one: gymnasium's stays at the start."""
+    module = importlib.import_module(name)
+    cameras = {"Hopper-v5": 0, "InvertedPendulum-v5": -1}
+    for env_id, camera in cameras.items():
+        env = module.make_env(env_id, tmp_path)
+        assert env.unwrapped.mujoco_renderer.camera_id == camera
+        model = env.unwrapped.model
+        assert camera < 0 or model.cam_mode[camera] == 2  # mjCAMLIGHT_TRACKCOM
 
 
 def test_an_equal_evaluation_does_not_replace_the_best():

@@ -28,7 +28,6 @@ DIFFERENT = {
     "update_minibatches": (2, "PyTorch's Adam where nothing is compiled (a memory)"),
     "update": (8, "one step per rollout (a2c, vpg), or with a replay buffer"),
     "Learner": (3, "what has a target and an optimizer"),
-    "sample_batch": (2, "returns of several steps (dqn)"),
     "evaluate": (4, "a copy of the weights to play with (PPO); a memory"),
     "compile_or_not": (2, "CUDA graphs (ppo_atari_vector)"),
 }

@@ -78,8 +78,12 @@ def test_failed_runs_are_tried_again_only_on_demand(lab):
     assert lab.run_sweep("--retries", "0")[0] == 1
     code, said = lab.run_sweep("--retries", "0")
     assert code == 1 and lab.starts(name) == 1 and "--retry-failed" in said
-    assert lab.run_sweep("--retries", "0", "--retry-failed")[0] == 0
+    code, said = lab.run_sweep("--retries", "0", "--retry-failed")
+    assert code == 0 and f"\n{name} finished" in said
     lab.assert_done_once(name, ONE)
+    for flags in ([], ["--status"]):  # tells of no run that had ended before
+        code, said = lab.run_sweep(*flags)
+        assert code == 0 and f"{name} finished" not in said and f"{ONE} finished" not in said
     assert lab.starts(ONE) == 1
 
 
