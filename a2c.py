@@ -596,16 +596,20 @@ def numpy_mlp(network):
     During a rollout the weights are frozen, and on a few observations numpy takes 10 us where
     PyTorch takes 45. Networks of other layers than these play in PyTorch.
     """
-    if not all(isinstance(layer, nn.Linear | nn.Tanh) for layer in network):
+    if not all(isinstance(layer, nn.Linear | nn.Tanh | nn.ReLU) for layer in network):
         network = copy.deepcopy(network).cpu().requires_grad_(False)
         return lambda x: network(torch.from_numpy(x)).numpy()
 
-    def linear(layer):
+    def numpy_layer(layer):
+        if isinstance(layer, nn.Tanh):
+            return np.tanh
+        if isinstance(layer, nn.ReLU):
+            return lambda x: np.maximum(x, 0.0)
         weight = layer.weight.detach().cpu().numpy().T.copy()
         bias = layer.bias.detach().cpu().numpy()[None].copy()
         return lambda x: x.dot(weight) + bias  # faster than x @ weight + bias
 
-    layers = [linear(layer) if isinstance(layer, nn.Linear) else np.tanh for layer in network]
+    layers = [numpy_layer(layer) for layer in network]
 
     def forward(x):
         for layer in layers:

@@ -614,11 +614,11 @@ class ReplayBuffer:
         self.count = 0
 
     def add(self, **columns):
-        """Stores n rows; columns: arrays (n, *shape), all that a row has."""
-        n = len(columns["rewards"])
+        """Stores rows; columns: arrays (..., *shape), all that a row has."""
+        n = columns["rewards"].size
         places = np.arange(self.count, self.count + n) % len(self.rows)
         for name, values in columns.items():
-            values = values.astype(self.rows[name].dtype)
+            values = values.astype(self.rows[name].dtype).reshape(n, *self.rows[name].shape[1:])
             if not np.isfinite(values).all():
                 advice = "fix the environment, then use --resume"
                 sys.exit(f"error: {name} of step {self.count} are not finite: {advice}")

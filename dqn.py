@@ -72,8 +72,8 @@ class Args:
     wandb_project_name: str = "plainrl"  # project at Weights & Biases
     wandb_entity: str | None = None  # user or team at Weights & Biases
     capture_video: bool = False  # film the first episode of each evaluation, into videos/
-    checkpoint_interval: int = 10000  # iterations (a step in each environment) between checkpoints
-    eval_interval: int = 50000  # iterations between evaluations during the training (0: none)
+    checkpoint_interval: int = 1000  # iterations (a rollout and its updates) between checkpoints
+    eval_interval: int = 5000  # iterations between evaluations during the training (0: none)
     eval_episodes: int = 10  # episodes of an evaluation, with deterministic actions and own seeds
     resume: str | None = None  # continue the run in this folder, exactly; its flags come with it
     evaluate: str | None = None  # play the policy of this run, or of a checkpoint such as best.pt
@@ -118,6 +118,8 @@ def check_args(args):
         0 <= args.end_e <= args.start_e <= 1, "--end-e and --start-e must be from 0 to 1, falling"
     )
     check(0 <= args.exploration_fraction <= 1, "--exploration-fraction must be from 0 to 1")
+    steps = args.num_envs * args.train_frequency
+    check(steps <= args.total_timesteps, f"--total-timesteps is below an iteration, {steps}")
     check(args.learning_starts < args.total_timesteps, "--learning-starts is past the last step")
 
 
@@ -598,11 +600,11 @@ class ReplayBuffer:
         self.count = 0
 
     def add(self, **columns):
-        """Stores n rows; columns: arrays (n, *shape), all that a row has."""
-        n = len(columns["rewards"])
+        """Stores rows; columns: arrays (..., *shape), all that a row has."""
+        n = columns["rewards"].size
         places = np.arange(self.count, self.count + n) % len(self.rows)
         for name, values in columns.items():
-            values = values.astype(self.rows[name].dtype)
+            values = values.astype(self.rows[name].dtype).reshape(n, *self.rows[name].shape[1:])
             if not np.isfinite(values).all():
                 advice = "fix the environment, then use --resume"
                 sys.exit(f"error: {name} of step {self.count} are not finite: {advice}")
@@ -644,12 +646,43 @@ def relu_mlp(sizes):
     return nn.Sequential(*layers[:-1])
 
 
+def numpy_mlp(network):
+    """A network, with a copy of its weights, as a function of arrays (n, inputs) -> (n, outputs).
+
+    During a rollout the weights are frozen, and on a few observations numpy takes 10 us where
+    PyTorch takes 45. Networks of other layers than these play in PyTorch.
+    """
+    if not all(isinstance(layer, nn.Linear | nn.Tanh | nn.ReLU) for layer in network):
+        network = copy.deepcopy(network).cpu().requires_grad_(False)
+        return lambda x: network(torch.from_numpy(x)).numpy()
+
+    def numpy_layer(layer):
+        if isinstance(layer, nn.Tanh):
+            return np.tanh
+        if isinstance(layer, nn.ReLU):
+            return lambda x: np.maximum(x, 0.0)
+        weight = layer.weight.detach().cpu().numpy().T.copy()
+        bias = layer.bias.detach().cpu().numpy()[None].copy()
+        return lambda x: x.dot(weight) + bias  # faster than x @ weight + bias
+
+    layers = [numpy_layer(layer) for layer in network]
+
+    def forward(x):
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    return forward
+
+
 class Agent(nn.Module):
     """The Q-network, obs (n, obs_dim) -> the actions' values, (n, num_actions)."""
 
     def __init__(self, obs_dim, num_actions, hidden_sizes, dueling):
         super().__init__()
+        self.num_actions = num_actions
         self.dueling = dueling
+        self.epsilon = 0.0  # the probability of a random action in a rollout
         self.network = relu_mlp((obs_dim, *hidden_sizes, num_actions + dueling))
 
     def forward(self, obs):
@@ -659,11 +692,19 @@ class Agent(nn.Module):
         values, advantages = outputs[:, :1], outputs[:, 1:]
         return values + advantages - advantages.mean(1, keepdim=True)  # equation 9 of Wang et al.
 
-    @torch.no_grad()
-    def act(self, obs):
-        """Arrays: obs float32 (n, obs_dim) -> the best actions (n,)."""
-        obs = torch.from_numpy(obs).to(self.network[0].bias.device)
-        return self(obs).argmax(1).cpu().numpy()
+    def noise(self, num_steps, num_envs):
+        """Noise that makes an action random, with the probability epsilon, else 0."""
+        explores = torch.rand(num_steps, num_envs, 1) < self.epsilon
+        noise = torch.rand(num_steps, num_envs, self.num_actions)
+        return (explores * 1e30 * noise).numpy()  # beside it the values don't count
+
+    def policy(self):
+        """The policy, with a copy of its weights, as a function of arrays.
+
+        obs (n, obs_dim), a row of noise (n, num_actions) -> actions; noise 0.0: the best ones.
+        """
+        outputs = numpy_mlp(self.network)  # with --dueling, a value comes first
+        return lambda obs, noise: (outputs(obs)[:, -self.num_actions :] + noise).argmax(1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -671,6 +712,27 @@ class Agent(nn.Module):
 # --------------------------------------------------------------------------------------------------
 
 METRICS = ("td_loss", "q_values")  # CleanRL's names
+
+
+def rollout(agent, envs, num_steps):
+    """Plays num_steps in each environment (G10).
+
+    Returns arrays (num_steps, num_envs, ...): obs and actions as they are, float32 rewards, bool
+    terminations and truncations; and for each episode that ended its last step in this rollout and
+    the Episode.
+    """
+    policy = agent.policy()
+    noise = agent.noise(num_steps, len(envs.obs))
+    steps = []
+    episodes = []
+    for step in range(num_steps):
+        obs = envs.obs.copy()
+        actions = policy(obs, noise[step])
+        rewards, terminations, truncations, ended = envs.step(actions)
+        steps.append((obs, actions, rewards, terminations, truncations))
+        episodes += [(step, episode) for episode in ended]
+    obs, actions, rewards, terminations, truncations = map(np.array, zip(*steps))
+    return obs, actions, rewards.astype(np.float32), terminations, truncations, episodes
 
 
 def random_probability(step, args):
@@ -817,9 +879,10 @@ def evaluate(agent, envs, args, video_dir, step=None):
     if video_dir:
         video_dir = video_dir / ("end" if step is None else f"step-{step}")
     envs = envs.for_evaluation(args.env_id, seed, video_dir)
+    policy = agent.policy()
     episodes = []
     while len(episodes) < args.eval_episodes:
-        _, _, _, ended = envs.step(agent.act(envs.obs))
+        _, _, _, ended = envs.step(policy(envs.obs, 0.0))
         episodes += ended
     envs.close()
     return episodes
@@ -839,12 +902,13 @@ if __name__ == "__main__":
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
 
-    num_iterations = args.total_timesteps // args.num_envs
+    steps_per_iteration = args.num_envs * args.train_frequency
+    num_iterations = args.total_timesteps // steps_per_iteration
     envs = VecEnv([make_env(args.env_id) for _ in range(args.num_envs)], args.seed, np.float32)
     obs_dim = envs.obs.shape[1]
     num_actions = int(envs.action_space.n)
     agent = Agent(obs_dim, num_actions, args.hidden_sizes, args.dueling).to(device)
-    run = Run(args, saved, num_iterations * args.num_envs)
+    run = Run(args, saved, num_iterations * steps_per_iteration)
     video_dir = run.folder / "videos" if args.capture_video else None
     if args.evaluate or args.init_from:
         run.load(agent=agent)
@@ -860,7 +924,7 @@ if __name__ == "__main__":
         "terminations": (np.float32, ()),  # 0 or 1
         "dones": (np.float32, ()),  # 0 or 1: the episode ended, maybe by a time limit
     }
-    spare = args.checkpoint_interval * args.num_envs
+    spare = args.checkpoint_interval * steps_per_iteration
     path = run.folder / "replay.bin"
     replay = ReplayBuffer(path, args.buffer_size, spare, columns, is_new=not args.resume)
     run.restore(agent=agent, learner=learner, replay=replay, envs=envs)
@@ -871,15 +935,13 @@ if __name__ == "__main__":
     coefs = {"lr": torch.tensor(args.learning_rate, device=device)}
 
     for iteration in run.iterations():  # counted from 0
-        obs = envs.obs.copy()
-        actions = torch.randint(num_actions, (args.num_envs,)).numpy()
-        explores = torch.rand(args.num_envs).numpy() < random_probability(run.global_step, args)
-        if not explores.all():
-            actions = np.where(explores, actions, agent.act(obs))
-        rewards, terminations, truncations, episodes = envs.step(actions)
-        next_obs = envs.obs.copy()
-        for episode in episodes:
-            next_obs[episode.env] = episode.final_obs
+        agent.epsilon = random_probability(run.global_step, args)
+        obs, actions, rewards, terminations, truncations, episodes = rollout(
+            agent, envs, args.train_frequency
+        )
+        next_obs = np.concatenate((obs[1:], envs.obs[None]))
+        for step, episode in episodes:
+            next_obs[step, episode.env] = episode.final_obs
         replay.add(
             obs=obs,
             actions=actions,
@@ -888,18 +950,17 @@ if __name__ == "__main__":
             terminations=terminations,
             dones=terminations | truncations,
         )
-        # Steps since the first update could be due
-        before = max(0, run.global_step - args.learning_starts)
-        run.global_step += args.num_envs
-        after = max(0, run.global_step - args.learning_starts)
-        for _ in range(before // args.train_frequency, after // args.train_frequency):
-            batch = sample_n_steps(replay, args, device)
-            compiled_update(agent, learner, batch, coefs, args)
-        if before // args.target_network_frequency < after // args.target_network_frequency:
+        for step, episode in episodes:
+            run.log_episode(run.global_step + (step + 1) * args.num_envs, episode)
+        moves = run.global_step // args.target_network_frequency
+        run.global_step += steps_per_iteration
+        if run.global_step > args.learning_starts:
+            for _ in range(args.num_envs):  # one for each --train-frequency steps
+                batch = sample_n_steps(replay, args, device)
+                compiled_update(agent, learner, batch, coefs, args)
+        if moves < run.global_step // args.target_network_frequency:
             move_target(agent, learner, args.tau)
 
-        for episode in episodes:
-            run.log_episode(run.global_step, episode)
         if (iteration + 1) % 100 == 0:
             run.check_finite(learner.sums)
             means = learner.mean_metrics()

@@ -103,11 +103,13 @@ def test_dueling_values_have_the_mean_of_the_value():
     torch.testing.assert_close(agent(obs).diff(dim=1), outputs[:, 1:].diff(dim=1))
 
 
-def test_actions_are_the_best_ones():
-    agent = dqn.Agent(4, 3, (8,), dueling=False)
+@pytest.mark.parametrize("dueling", [False, True])
+def test_actions_are_the_best_ones(dueling):
+    agent = dqn.Agent(4, 3, (8,), dueling)
     obs = np.random.randn(20, 4).astype(np.float32)
-    assert np.array_equal(agent.act(obs), agent(torch.from_numpy(obs)).argmax(1).numpy())
-    assert len(set(agent.act(obs))) > 1
+    actions = agent.policy()(obs, 0.0)
+    assert np.array_equal(actions, agent(torch.from_numpy(obs)).argmax(1).numpy())
+    assert len(set(actions)) > 1
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
@@ -169,10 +171,12 @@ def test_the_probability_of_a_random_action():
 
 @pytest.mark.parametrize("probability", [0, 1])
 def test_actions_are_random_or_the_best(run_script, probability):
-    flags = f"{TINY} --total-timesteps 400 --learning-starts 399 --start-e {probability}"
-    run = run_script(SCRIPT, *flags.split(), "--end-e", str(probability))
+    flags = f"{TINY} --total-timesteps 400 --learning-starts 300 --learning-rate 1e-20"
+    flags += f" --start-e {probability} --end-e {probability}"
+    run = run_script(SCRIPT, *flags.split())
     rows = run.replay.rows[:400]
-    best = run.agent.act(rows["obs"].copy())
+    policy = run.agent.policy()
+    best = np.concatenate([policy(obs[None], 0.0) for obs in rows["obs"]])
     equal = np.mean(rows["actions"] == best)
     assert equal == 1 if probability == 0 else 0.35 < equal < 0.65
 
@@ -191,15 +195,15 @@ def test_next_observations_are_those_before_the_reset(run_script, env_id):
 
 
 def test_when_the_networks_move(run_script):
-    """An update every 7 steps from the 100th on; the target after 100 more, by tau."""
-    flags = f"{TINY} --total-timesteps 200 --learning-starts 100 --train-frequency 7 --seed 3"
-    first = run_script(SCRIPT, *flags.split(), "--target-network-frequency", "1000")
-    assert int(first.learner.optimizer.steps) == 100 // 7
+    """An update every 20 steps after the 100th; the target every 220 steps, by tau."""
+    flags = f"{TINY} --total-timesteps 220 --learning-starts 100 --train-frequency 20 --seed 3"
+    first = run_script(SCRIPT, *flags.split(), "--target-network-frequency", "221")
+    assert int(first.learner.optimizer.steps) == (220 - 100) // 20
     torch.manual_seed(3)
     untouched = dqn.Agent(4, 2, (120, 84), False).state_dict()
     torch.testing.assert_close(first.learner.target.state_dict(), untouched)
     flags = flags.replace("--run-name run", "--run-name moved")
-    moved = run_script(SCRIPT, *flags.split(), "--target-network-frequency", "100", "--tau", "0.5")
+    moved = run_script(SCRIPT, *flags.split(), "--target-network-frequency", "220", "--tau", "0.5")
     for name, target in moved.learner.target.state_dict().items():
         expected = (untouched[name] + moved.agent.state_dict()[name]) / 2
         torch.testing.assert_close(target, expected)
