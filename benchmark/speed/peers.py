@@ -27,6 +27,12 @@ TASKS = {  # flags of a script's runs
     "ppo_atari_vector": ("--total-timesteps", "10240"),
     "ppo_atari_lstm": ("--total-timesteps", "8192"),
     "dqn": ("--total-timesteps", "41000", "--learning-starts", "1000"),
+    # SB3 keeps the stacks of an observation and of the next one, 56 kB a step
+    "dqn_atari": (
+        "--total-timesteps",
+        "5000",
+        *"--learning-starts 1000 --buffer-size 20000".split(),
+    ),
     "ddpg_continuous_action": (*REPLAY.split(), str(CORES)),
     "td3_continuous_action": (*REPLAY.split(), str(CORES)),
     "sac_continuous_action": (*REPLAY.split(), str(CORES)),

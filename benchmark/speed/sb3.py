@@ -64,19 +64,22 @@ def make_ppo(script, args):
 
 
 def make_off_policy(script, args):
-    envs = make_vec_env(args.env_id, args.num_envs, args.seed)
     settings = {name: getattr(args, name) for name in SAME_REPLAY}
     settings |= {"train_freq": 1, "gradient_steps": 1, "device": "cpu"}
-    settings["policy_kwargs"] = {"net_arch": list(args.hidden_sizes)}
+    if script == "dqn_atari":
+        envs = VecFrameStack(make_atari_env(args.env_id, args.num_envs, args.seed), 4)
+    else:
+        envs = make_vec_env(args.env_id, args.num_envs, args.seed)
+        settings["policy_kwargs"] = {"net_arch": list(args.hidden_sizes)}
     if script == "sac_continuous_action":
         entropy = "auto" if args.autotune else args.alpha
         return SAC("MlpPolicy", envs, ent_coef=entropy, **settings)
-    if script == "dqn":
+    if script in ("dqn", "dqn_atari"):
         settings |= {"exploration_initial_eps": args.start_e, "exploration_final_eps": args.end_e}
         settings |= {"exploration_fraction": args.exploration_fraction}
         settings |= {"train_freq": args.train_frequency}
         settings |= {"target_update_interval": args.target_network_frequency}
-        return DQN("MlpPolicy", envs, **settings)
+        return DQN("CnnPolicy" if script == "dqn_atari" else "MlpPolicy", envs, **settings)
     zeros = np.zeros(envs.action_space.shape)
     settings["action_noise"] = NormalActionNoise(zeros, zeros + args.exploration_noise)
     if script == "ddpg_continuous_action":
