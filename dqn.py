@@ -775,10 +775,10 @@ class Learner(nn.Module):
     sums: of each of these METRICS; counts: how many values a sum has; float32 (len(METRICS),).
     """
 
-    def __init__(self, agent):
+    def __init__(self, agent, eps):
         super().__init__()
         self.target = copy.deepcopy(agent)
-        self.optimizer = Adam(agent.parameters(), eps=1e-8)
+        self.optimizer = Adam(agent.parameters(), eps)
         device = self.optimizer.steps.device
         self.register_buffer("sums", torch.zeros(len(METRICS), device=device))
         self.register_buffer("counts", torch.zeros(len(METRICS), device=device))
@@ -915,7 +915,7 @@ if __name__ == "__main__":
     if args.evaluate:
         run.finish(evaluate(agent, envs, args, video_dir))
         sys.exit()
-    learner = Learner(agent)
+    learner = Learner(agent, eps=1e-8)
     columns = {
         "obs": (np.float32, (obs_dim,)),
         "actions": (np.int64, ()),

@@ -29,7 +29,7 @@ def make_batch(n=16, obs_dim=4, num_actions=2):
 def make_learner(dueling=False):
     """An agent, and a learner whose target has other weights."""
     agent = dqn.Agent(4, 2, (120, 84), dueling)
-    learner = dqn.Learner(agent)
+    learner = dqn.Learner(agent, eps=1e-8)
     for param in learner.target.parameters():
         param.data += 0.1 * torch.randn_like(param)
     return agent, learner
