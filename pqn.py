@@ -18,13 +18,13 @@
 """PQN for discrete actions and vector observations, such as those of classic control.
 
 Parallelised Q-Network, Gallici et al. 2024, https://arxiv.org/abs/2407.04811: Q-learning without a
-replay buffer and without a target network. LayerNorm makes it stable, and Q(lambda) returns of
-rollouts in parallel environments are the targets. Flags and defaults are those of CleanRL's pqn.py:
-layers of 120 and 84, RAdam with 2.5e-4, annealed, lambda 0.65, gradients clipped to a norm of 10,
-random actions with a probability that falls from 1 to 0.05 in the first half of the run.
-Unlike there, a return ends with its episode, as in the paper, and a time limit is not a
-termination.
-Comments number details as docs/details.md of the repository does: G6 to G11.
+replay buffer and without a target network. LayerNorm makes it stable, and its targets are Q(lambda)
+returns of rollouts in parallel environments.
+RAdam with 2.5e-4, lambda 0.65 and a gradient of a norm up to 10 are the authors' constants for
+Atari, https://github.com/mttga/purejaxql. Layers of 120 and 84, rollouts of 4 x 128 steps, and a
+probability of random actions that falls from 1 to 0.05 in the first half of the run are those of
+CleanRL's pqn.py, and so are the flags. Unlike there, a time limit is not a termination.
+Comments number details as docs/details.md of the repository does: G6 to G10.
 Diff it against ppo.py or dqn.py.
 
     python pqn.py --env-id CartPole-v1 --total-timesteps 500000

@@ -16,14 +16,14 @@
 """PQN for Atari games, from pixels, which threads of ALE's play at the same time.
 
 Parallelised Q-Network, Gallici et al. 2024, https://arxiv.org/abs/2407.04811: Q-learning without a
-replay buffer and without a target network. LayerNorm makes it stable, and Q(lambda) returns of
-rollouts in parallel environments are the targets. Flags and defaults are those of CleanRL's
-pqn_atari_envpool.py: RAdam with 2.5e-4, annealed, lambda 0.65, gradients clipped to a norm of 10,
-random actions with a probability that falls from 1 to 0.01 in the first tenth of the run.
-Unlike there, a return ends with its episode, as in the paper, and a time limit is not a
-termination.
+replay buffer and without a target network. LayerNorm makes it stable, and its targets are Q(lambda)
+returns of rollouts in parallel environments.
+RAdam with 2.5e-4, lambda 0.65 and a gradient of a norm up to 10 are the authors' constants,
+https://github.com/mttga/purejaxql. Rollouts of 8 x 128 steps, and a probability of random actions
+that falls from 1 to 0.01 in the first tenth of the run are those of CleanRL's pqn_atari_envpool.py,
+and so are the flags. Unlike there, a time limit is not a termination.
 The games are those of ppo_atari_vector.py. Comments number details as docs/details.md of the
-repository does: G6 to G11 are general, A1 to A8 for Atari.
+repository does: G6 to G10 are general, A1 to A8 for Atari.
 Diff it against ppo_atari_vector.py or pqn.py.
 
     python pqn_atari.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 10000000
