@@ -611,11 +611,10 @@ def numpy_mlp(network):
     def numpy_layer(layer):
         if isinstance(layer, nn.ReLU):
             return lambda x: np.maximum(x, 0.0)
+        weight = layer.weight.detach().cpu().numpy().T.copy()
         bias = layer.bias.detach().cpu().numpy()[None].copy()
         if isinstance(layer, nn.Linear):
-            weight = layer.weight.detach().cpu().numpy().T.copy()
             return lambda x: x.dot(weight) + bias  # faster than x @ weight + bias
-        weight = layer.weight.detach().cpu().numpy().copy()
         mean = np.full((len(weight), 1), 1 / len(weight), np.float32)  # faster than x.mean()
 
         def layer_norm(x):
@@ -727,11 +726,12 @@ def predict(agent, obs, actions, last_obs, episodes, device):
 
 
 def compute_returns(rewards, next_values, terminations, dones, gamma, q_lambda):
-    """Q(lambda) returns, also where the next action wasn't the best one.
+    """Peng's Q(lambda) returns: https://arxiv.org/abs/2103.00107.
 
+    They go on where the next action wasn't the best one, but not beyond the episode, at dones.
     All arrays (num_steps, num_envs), float32 or bool. next_values: of the best action in the
     observation that truly followed each step, before any reset; after a termination they don't
-    count. A return ends with the episode, at dones.
+    count.
     """
     next_values = np.where(terminations, 0.0, next_values)
     returns = np.zeros_like(rewards)
@@ -771,7 +771,7 @@ class RAdam(nn.Module):
         super().__init__()
         self.params = [param for param in params if param.requires_grad]
         self.eps = eps
-        # float64, since float32 would make the first lengths wrong by 0.1
+        # float64: with float32 the first values of rho would be wrong by up to 0.04
         steps = torch.zeros((), dtype=torch.float64, device=self.params[0].device)
         self.register_buffer("steps", steps)
         self.exp_avg = nn.ParameterList(torch.zeros_like(x) for x in self.params)
@@ -782,16 +782,15 @@ class RAdam(nn.Module):
         self.steps += 1
         decay = 0.999**self.steps
         step_size = lr / (1 - 0.9**self.steps)
-        # Steps that the second moment is a mean of, roughly; with up to 5 it is no good divisor
-        max_length = 2 / (1 - 0.999) - 1
-        length = max_length - 2 * self.steps * decay / (1 - decay)
-        ratio = (length - 4) * (length - 2) * max_length
-        ratio = ratio / ((max_length - 4) * (max_length - 2) * length)
+        # rho: about how many steps v is a mean of; while it is 5 or less, v isn't used
+        rho_inf = 2 / (1 - 0.999) - 1
+        rho = rho_inf - 2 * self.steps * decay / (1 - decay)
+        ratio = (rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)
         rectification = torch.sqrt(ratio * (1 - decay))
         for param, grad, m, v in zip(self.params, grads, self.exp_avg, self.exp_avg_sq):
             m.lerp_(grad, 0.1)
             v.lerp_(grad * grad, 0.001)
-            scale = torch.where(length > 5, rectification / (v.sqrt() + self.eps), 1.0)
+            scale = torch.where(rho > 5, rectification / (v.sqrt() + self.eps), 1.0)
             param -= step_size * scale * m
 
 

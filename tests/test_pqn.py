@@ -216,10 +216,13 @@ def trained_agent(hidden_sizes=(120, 84)):
     return agent
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-4])
 @pytest.mark.parametrize("hidden_sizes", [(120, 84), (5,)])
-def test_numpy_computes_what_the_network_does(hidden_sizes):
-    """With the weights of the moment at which it was made."""
+def test_numpy_computes_what_the_network_does(hidden_sizes, scale):
+    """With the weights of the moment at which it was made, and where a variance is tiny."""
     agent = trained_agent(hidden_sizes)
+    agent.network[0].weight.data *= scale
+    agent.network[0].bias.data *= scale
     obs = 10 * torch.randn(20, 4)
     expected = agent(obs).detach()
     outputs = pqn.numpy_mlp(agent.network)
