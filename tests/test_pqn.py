@@ -171,11 +171,11 @@ def test_an_update_uses_each_step_once_an_epoch():
 
     def step_minibatches(optimizer, agent, batch, indices, coefs):
         seen.extend(indices.tolist())
-        return len(indices) * torch.tensor([1.0, 2.0])
+        return len(indices) * torch.tensor([1.0, len(seen)])
 
     args = pqn.Args(num_minibatches=4, update_epochs=3)
     batch = {"obs": torch.zeros(24)}
-    assert pqn.update(step_minibatches, None, None, batch, {}, args).tolist() == [1.0, 2.0]
+    assert pqn.update(step_minibatches, None, None, batch, {}, args).tolist() == [1.0, 7.0]
     assert len(seen) == 12 and {len(rows) for rows in seen} == {6}
     epochs = np.array(seen).reshape(3, 24)
     assert (np.sort(epochs) == np.arange(24)).all()
@@ -269,6 +269,9 @@ def test_actions_are_random_with_the_probability_epsilon(epsilon):
     actions = policy(obs, noise.reshape(10_000, 3))
     explores = noise.any(axis=2).ravel()
     assert explores.mean() == pytest.approx(epsilon, abs=0.02)
+    for draws in (explores, explores & (actions == 0)):
+        by_step, by_env = (draws.reshape(500, 20).mean(axis).std() for axis in (1, 0))
+        assert by_step < 0.15 and by_env < 0.05  # it would be 0.4 if all had the same draw
     assert np.array_equal(actions[~explores], best[~explores])
     if epsilon > 0:
         shares = np.bincount(actions[explores], minlength=3) / explores.sum()
