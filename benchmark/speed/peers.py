@@ -15,7 +15,7 @@ PROGRAMS = {
     "arithmetic": ("arithmetic alone", "float32"),
 }
 OURS = ("plainrl", "plainrl --amp")
-PEER = "sb3"  # the one that all scripts have
+PEER = "sb3"  # the one that all scripts but PQN's have
 
 # Those that this process may use: taskset may leave it fewer than there are
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -27,11 +27,16 @@ TASKS = {  # flags of a script's runs
     "ppo_atari_vector": ("--total-timesteps", "10240"),
     "ppo_atari_lstm": ("--total-timesteps", "8192"),
     "dqn": ("--total-timesteps", "41000", "--learning-starts", "1000"),
+    "pqn": ("--total-timesteps", "51200"),
+    "pqn_atari": ("--total-timesteps", "10240"),
     "ddpg_continuous_action": (*REPLAY.split(), str(CORES)),
     "td3_continuous_action": (*REPLAY.split(), str(CORES)),
     "sac_continuous_action": (*REPLAY.split(), str(CORES)),
 }
-PEERS = {"sb3": tuple(TASKS), "cleanrl": ("ppo", "ppo_continuous_action", "ppo_atari")}
+PEERS = {
+    "sb3": tuple(script for script in TASKS if not script.startswith("pqn")),
+    "cleanrl": ("ppo", "ppo_continuous_action", "ppo_atari"),
+}
 
 
 def programs_of(script, amp):
