@@ -27,11 +27,11 @@ TASKS = {  # flags of a script's runs
     "ppo_atari_vector": ("--total-timesteps", "10240"),
     "ppo_atari_lstm": ("--total-timesteps", "8192"),
     "dqn": ("--total-timesteps", "41000", "--learning-starts", "1000"),
-    "pqn": ("--total-timesteps", "51200"),
-    "pqn_atari": ("--total-timesteps", "10240"),
     "ddpg_continuous_action": (*REPLAY.split(), str(CORES)),
     "td3_continuous_action": (*REPLAY.split(), str(CORES)),
     "sac_continuous_action": (*REPLAY.split(), str(CORES)),
+    "pqn": ("--total-timesteps", "51200"),
+    "pqn_atari": ("--total-timesteps", "10240"),
 }
 PEERS = {
     "sb3": tuple(script for script in TASKS if not script.startswith("pqn")),
