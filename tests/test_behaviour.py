@@ -93,11 +93,18 @@ SETTINGS = {
         " --eval-interval 300",
         "--total-timesteps 900",
     ),
+    "pqn": (
+        f"--env-id toys:Discrete-v0 {PPO} --exploration-fraction 0 --end-e 0.3",
+        "--total-timesteps 750",
+    ),
     "ppo_atari": (GAME, "--total-timesteps 48"),
     "ppo_atari_lstm": (f"{GAME} --hidden-size 16", "--total-timesteps 48"),
 }
-# ALE's vector plays no toys; its file has the same tests with real games
-ALL = SETTINGS | {"ppo_atari_vector": (GAME, "--total-timesteps 48")}
+# ALE's vector plays no toys; these scripts' files have the same tests with real games
+ALL = SETTINGS | {
+    "ppo_atari_vector": (GAME, "--total-timesteps 48"),
+    "pqn_atari": (f"{GAME} --exploration-fraction 0", "--total-timesteps 48"),
+}
 every_script = pytest.mark.parametrize("script", ALL, indirect=True)
 OFF_POLICY = {
     "ddpg_continuous_action",
@@ -422,7 +429,7 @@ def test_ends_of_episodes(script, tmp_path):
     assert {row["ended_by"] for row in episode_rows(both)} == {"termination"}
     assert {row["ended_by"] for row in episode_rows(truncated)} == {"truncation"}
     assert any("/agent/" in name for name in differences(terminated, truncated))
-    if script.is_off_policy:
+    if script.is_off_policy or script.name == "pqn":
         assert not hasattr(script.module.Args, "bootstrap_truncated")
         return
     script.succeed(tmp_path, f"{script.on('Truncated')} --no-bootstrap-truncated")
@@ -788,6 +795,22 @@ REPLAY_FLAGS = {
     "max_grad_norm": None,
 }
 NOISE = {"policy_frequency": 1, "noise_type": "gaussian", "exploration_noise": 0.1}
+PQN_FLAGS = {
+    "env_id": "CartPole-v1",
+    "total_timesteps": 500000,
+    "learning_rate": 2.5e-4,
+    "num_envs": 4,
+    "num_steps": 128,
+    "anneal_lr": True,
+    "gamma": 0.99,
+    "q_lambda": 0.65,
+    "num_minibatches": 4,
+    "update_epochs": 4,
+    "max_grad_norm": 10.0,
+    "start_e": 1.0,
+    "end_e": 0.05,
+    "exploration_fraction": 0.5,
+}
 # Constants that are published, CleanRL's and openai/baselines' for PPO
 DEFAULTS = {
     "ppo": PPO_FLAGS | HIDDEN,
@@ -839,6 +862,16 @@ DEFAULTS = {
         "start_e": 1.0,
         "end_e": 0.05,
         "exploration_fraction": 0.5,
+    },
+    "pqn": PQN_FLAGS | {"hidden_sizes": (120, 84)},
+    "pqn_atari": PQN_FLAGS
+    | {
+        "env_id": "BreakoutNoFrameskip-v4",
+        "total_timesteps": 10000000,
+        "num_envs": 8,
+        "end_e": 0.01,
+        "exploration_fraction": 0.1,
+        "amp": False,
     },
     "ddpg_continuous_action": REPLAY_FLAGS | NOISE,
     "td3_continuous_action": REPLAY_FLAGS

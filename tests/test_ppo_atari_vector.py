@@ -801,7 +801,7 @@ def test_missing_games_end_in_one_sentence(tmp_path, monkeypatch, capsys):
     assert "can't make PongNoFrameskip-v4" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["ppo_atari", "ppo_atari_lstm", "ppo_atari_vector"])
+@pytest.mark.parametrize("name", ["ppo_atari", "ppo_atari_lstm", "ppo_atari_vector", "pqn_atari"])
 def test_threads_of_pytorch_do_not_spin_unless_told(name):
     """OpenMP reads it when torch is imported, so it must be set before."""
     code = (

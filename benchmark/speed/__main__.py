@@ -4,7 +4,7 @@
 
 The peers are Stable-Baselines3 or sb3-contrib, and CleanRL's loop for three scripts. They have the
 flags of the script's run, as far as they know them: sizes, rates, coefficients, threads. Programs
-of a round run one after the other, on the CPU; ratios pair the runs of a round.
+of a round run one after the other, on the CPU; ratios pair the runs of a round. PQN has no peer.
 """
 
 import shlex

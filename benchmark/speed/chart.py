@@ -24,7 +24,9 @@ def make_figure(rows):
         for script in rows.loc[rows["program"] == program, "script"].unique():
             name = textwrap.fill(f"{script}, {PROGRAMS[program][0]}", 30)
             own = rows[rows["script"] == script]
-            bars.append((name, color, ratios(own, "steps_per_second", program, PEER)))
+            found = ratios(own, "steps_per_second", program, PEER)
+            if not found.empty:
+                bars.append((name, color, found))
     height = 0.8 + sum(0.28 + 0.15 * name.count("\n") for name, _, _ in bars)
     figure = Figure((5.2, height), layout="constrained")
     axes = figure.add_subplot()

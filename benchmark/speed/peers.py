@@ -15,7 +15,7 @@ PROGRAMS = {
     "arithmetic": ("arithmetic alone", "float32"),
 }
 OURS = ("plainrl", "plainrl --amp")
-PEER = "sb3"  # the one that all scripts have
+PEER = "sb3"  # the one that all scripts but PQN's have
 
 # Those that this process may use: taskset may leave it fewer than there are
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -36,8 +36,13 @@ TASKS = {  # flags of a script's runs
     "ddpg_continuous_action": (*REPLAY.split(), str(CORES)),
     "td3_continuous_action": (*REPLAY.split(), str(CORES)),
     "sac_continuous_action": (*REPLAY.split(), str(CORES)),
+    "pqn": ("--total-timesteps", "51200"),
+    "pqn_atari": ("--total-timesteps", "10240"),
 }
-PEERS = {"sb3": tuple(TASKS), "cleanrl": ("ppo", "ppo_continuous_action", "ppo_atari")}
+PEERS = {
+    "sb3": tuple(script for script in TASKS if not script.startswith("pqn")),
+    "cleanrl": ("ppo", "ppo_continuous_action", "ppo_atari"),
+}
 
 
 def programs_of(script, amp):

@@ -25,7 +25,7 @@ def tables(rows, name="speed"):
     """
     texts = {name: overview(rows)}
     for script, own in rows.groupby("script", sort=False):
-        texts[f"{name}_{script}"] = f"{program_table(own)}\n\n{ratio_table(own)}"
+        texts[f"{name}_{script}"] = f"{program_table(own)}\n\n{ratio_table(own)}".strip()
     texts[f"{name}_machines"] = "\n".join(f"- {machine}" for machine in rows["machine"].unique())
     return texts
 
@@ -66,7 +66,7 @@ def program_table(rows):
 
 
 def ratio_table(rows):
-    """A line for each ratio of a script's programs -> Markdown."""
+    """A line for each ratio of a script's programs -> Markdown, "" for a script without a peer."""
     programs = list(rows["program"].unique())
     pairs = [("plainrl", other) for other in programs if other not in OURS]
     if "plainrl --amp" in programs:
@@ -78,7 +78,7 @@ def ratio_table(rows):
         if other in PEERS:
             lines.append(ratio_line(rows, "time of 1M steps", "wall_s_1m", other, ours))
     header = ("ratio", "precision", "median", "min", "max", "round by round")
-    return markdown(Table(header, lines, "llrrrl"))
+    return markdown(Table(header, lines, "llrrrl")) if lines else ""
 
 
 def ratio_line(rows, what, column, above, below):

@@ -171,6 +171,18 @@ def test_tables(rows):
     assert "| steps/s, PlainRL, bfloat16 / PlainRL | bfloat16 / float32 | 0.50 |" in text
 
 
+def test_a_script_without_a_peer_has_its_own_line(rows):
+    """Beside others in a table; it has no ratio, and no bar in the chart."""
+    own = [make_row(i, "plainrl", 100.0 * i, script="pqn", env_id="x", cache="") for i in (1, 2)]
+    rows = pd.concat([rows, pd.DataFrame(own)])
+    texts = tables.tables(rows)
+    assert "| `pqn`, x | float32 | 150 (100 to 200) | - | - | - | - | 2 |" in texts["speed"]
+    assert "| PlainRL | float32 | 150 (100 to 200) |" in texts["speed_pqn"]
+    assert "ratio" not in texts["speed_pqn"]
+    assert len(chart.make_figure(rows).axes[0].patches) == 3
+    assert peers.programs_of("pqn_atari", amp=True) == ["plainrl", "plainrl --amp"]
+
+
 def test_a_csv_gives_the_tables_it_was_written_from(rows, tmp_path):
     rows.to_csv(tmp_path / "speed.csv", index=False)
     assert tables.tables(tables.read(tmp_path / "speed.csv")) == tables.tables(rows)
