@@ -92,7 +92,7 @@ class Args:
     learning_rate: float = 2.5e-4  # learning rate of Adam
     num_envs: int = 1  # number of environments
     gamma: float = 0.99  # discount factor
-    buffer_size: int = 1000000  # transitions in the replay buffer, 7 kB of disk each
+    buffer_size: int = 1000000  # transitions in the replay buffer
     batch_size: int = 32  # transitions in a minibatch
     tau: float = 1.0  # part of the way that the target network moves to the trained one
     target_network_frequency: int = 10000  # steps between these moves
