@@ -78,6 +78,8 @@ def test_actions_are_random_with_the_probability_epsilon(epsilon):
     noise = noise.reshape(2400, 4)
     explores = noise.any(axis=1)
     assert explores.mean() == pytest.approx(epsilon, abs=0.03)
+    by_step, by_game = (explores.reshape(300, 8).mean(axis).std() for axis in (1, 0))
+    assert by_step < 0.25 and by_game < 0.08  # it would be 0.45 if all had the same draw
     policy = player.policy()
     obs = random_obs(16)
     best = policy(obs, 0.0)
