@@ -20,6 +20,8 @@ PEER = "sb3"  # the one that all scripts but PQN's have
 # Those that this process may use: taskset may leave it fewer than there are
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 REPLAY = "--total-timesteps 3000 --random-steps 100 --learning-starts 100 --num-threads"
+# SB3 keeps the stacks of an observation and of the next one, 56 kB a step
+STACKS = "--learning-starts 1000 --buffer-size 20000"
 TASKS = {  # flags of a script's runs
     "ppo": ("--total-timesteps", "51200"),
     "ppo_continuous_action": ("--total-timesteps", "61440"),
@@ -27,12 +29,7 @@ TASKS = {  # flags of a script's runs
     "ppo_atari_vector": ("--total-timesteps", "10240"),
     "ppo_atari_lstm": ("--total-timesteps", "8192"),
     "dqn": ("--total-timesteps", "41000", "--learning-starts", "1000"),
-    # SB3 keeps the stacks of an observation and of the next one, 56 kB a step
-    "dqn_atari": (
-        "--total-timesteps",
-        "5000",
-        *"--learning-starts 1000 --buffer-size 20000".split(),
-    ),
+    "dqn_atari": ("--total-timesteps", "3000", *STACKS.split()),
     "ddpg_continuous_action": (*REPLAY.split(), str(CORES)),
     "td3_continuous_action": (*REPLAY.split(), str(CORES)),
     "sac_continuous_action": (*REPLAY.split(), str(CORES)),
