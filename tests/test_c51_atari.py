@@ -1,4 +1,4 @@
-"""c51_atari.py: the projection, an update, its network and flags. The rest is dqn_atari.py's text."""
+"""c51_atari.py: the projection, an update, the network, flags. What it shares is dqn_atari.py's."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ ATOMS = torch.linspace(-10, 10, 51)
 
 def algorithm_1(probs, rewards, discounts, atoms):
     """The projection of Bellemare et al. 2017, atom by atom."""
-    width = float(atoms[1] - atoms[0])
+    width = float(atoms[-1] - atoms[0]) / (len(atoms) - 1)
     projected = np.zeros(probs.shape)
     for i in range(len(probs)):
         for j, atom in enumerate(atoms.tolist()):
