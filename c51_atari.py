@@ -774,7 +774,8 @@ class Agent(nn.Module):
         self.dueling = dueling
         self.amp = amp
         self.epsilon = 0.0  # the probability of a random action in a rollout
-        self.register_buffer("atoms", torch.linspace(v_min, v_max, n_atoms))
+        atoms = torch.linspace(v_min, v_max, n_atoms)
+        self.register_buffer("atoms", atoms, persistent=False)  # as the flags say
         self.network = nn.Sequential(
             nn.Conv2d(4, 32, 8, stride=4),
             nn.ReLU(),
@@ -795,9 +796,8 @@ class Agent(nn.Module):
             logits = self.network(pixels).float().view(len(obs), -1, len(self.atoms))
         if self.dueling:
             values, advantages = logits[:, :1], logits[:, 1:]
-            logits = (
-                values + advantages - advantages.mean(1, keepdim=True)
-            )  # Wang et al., equation 9
+            # Equation 9 of Wang et al.
+            logits = values + advantages - advantages.mean(1, keepdim=True)
         return logits.log_softmax(2)
 
     def values(self, logprobs):

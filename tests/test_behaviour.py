@@ -55,6 +55,13 @@ REPLAY = (
     " --learning-starts 100 --random-steps 60 --updates-per-step 0.2"
     " --checkpoint-interval 130 --eval-interval 300"
 )
+# 12 iterations of 8 steps
+VALUES_OF_GAMES = (
+    f"--env-id ToyNoFrameskip-v4 {COMMON} --num-envs 2 --eval-episodes 2 --total-timesteps 96"
+    " --batch-size 4 --buffer-size 60 --learning-starts 20 --train-frequency 4"
+    " --target-network-frequency 16 --n-step 3 --double --dueling --exploration-fraction 0"
+    " --end-e 0.5 --checkpoint-interval 8 --eval-interval 4"
+)
 # The flags of a long run, which has checkpoints after 30, 60 and 90 % or so, and those that make it
 # a short one
 SETTINGS = {
@@ -89,8 +96,8 @@ SETTINGS = {
     "dqn": (
         f"--env-id toys:Discrete-v0 {VECTOR} --hidden-sizes 16 16 --batch-size 16 --buffer-size 700"
         " --learning-starts 100 --train-frequency 5 --target-network-frequency 60 --n-step 3"
-        " --double --dueling --exploration-fraction 0 --end-e 0.3 --checkpoint-interval 130"
-        " --eval-interval 300",
+        " --double --dueling --exploration-fraction 0 --end-e 0.3 --checkpoint-interval 26"
+        " --eval-interval 60",
         "--total-timesteps 900",
     ),
     "pqn": (
@@ -99,19 +106,22 @@ SETTINGS = {
     ),
     "ppo_atari": (GAME, "--total-timesteps 48"),
     "ppo_atari_lstm": (f"{GAME} --hidden-size 16", "--total-timesteps 48"),
+    "dqn_atari": (VALUES_OF_GAMES, "--total-timesteps 48"),
+    "c51_atari": (f"{VALUES_OF_GAMES} --n-atoms 5", "--total-timesteps 48"),
 }
 # ALE's vector plays no toys; these scripts' files have the same tests with real games
 ALL = SETTINGS | {
     "ppo_atari_vector": (GAME, "--total-timesteps 48"),
     "pqn_atari": (f"{GAME} --exploration-fraction 0", "--total-timesteps 48"),
 }
+VALUES = {"dqn", "dqn_atari", "c51_atari"}
 every_script = pytest.mark.parametrize("script", ALL, indirect=True)
 OFF_POLICY = {
     "ddpg_continuous_action",
     "td3_continuous_action",
     "sac_continuous_action",
     "ddpg_lstm",
-    "dqn",
+    *VALUES,
 }
 
 
@@ -320,7 +330,7 @@ def test_other_seed_other_run(script, tmp_path):
     for seed in (1, 2):
         cwd = tmp_path / str(seed)
         cwd.mkdir()
-        flags = f"{script.short} --seed {seed} --checkpoint-interval 1000000"
+        flags = f"{script.short} --seed {seed} --checkpoint-interval 1000"
         count = 100 if script.is_game else 15
         script.die(cwd, flags, f"SIGKILL {count}@0", TOY_RECORD=cwd / "record")
         found.append((load_checkpoint(cwd / RUN), read_record(cwd / "record")))
@@ -470,7 +480,7 @@ def test_what_is_no_number_ends_the_run(script, short, tmp_path):
     place = int(0.7 * frames(short.record)) * script.num_envs
     for what in ["reward"] if script.is_game else ["reward", "observation"]:
         cwd = tmp_path / what
-        interval = 50 if script.is_off_policy else 2
+        interval = 50 if script.is_off_policy and script.name not in VALUES else 2
         flags = f"{script.short} --eval-interval 0 --checkpoint-interval {interval}"
         result = script.run(cwd, flags, TOY_FAULT=f"nan-{what} {place}")
         assert_fails(result, 1, "not finite")
@@ -483,9 +493,11 @@ def test_what_is_no_number_ends_the_run(script, short, tmp_path):
 
 def test_weights_that_become_infinite_in_the_last_step_are_not_saved(script, tmp_path):
     flags = f"{script.flags} --learning-rate 3e38"
-    if script.is_off_policy:
+    if script.name in VALUES:
+        steps = script.num_envs * script.flag("train-frequency")
+        flags += f" --total-timesteps {steps} --learning-starts {steps - 1}"
+    elif script.is_off_policy:
         flags += " --total-timesteps 120 --learning-starts 117"
-        flags += " --train-frequency 1" * (script.name == "dqn")
     elif script.name == "vpg":
         flags += " --total-timesteps 1"
     else:
@@ -811,6 +823,38 @@ PQN_FLAGS = {
     "end_e": 0.05,
     "exploration_fraction": 0.5,
 }
+DQN_FLAGS = {
+    "env_id": "CartPole-v1",
+    "total_timesteps": 500000,
+    "learning_rate": 2.5e-4,
+    "num_envs": 1,
+    "gamma": 0.99,
+    "buffer_size": 10000,
+    "batch_size": 128,
+    "tau": 1.0,
+    "target_network_frequency": 500,
+    "learning_starts": 10000,
+    "train_frequency": 10,
+    "start_e": 1.0,
+    "end_e": 0.05,
+    "exploration_fraction": 0.5,
+    "n_step": 1,
+    "double": False,
+    "dueling": False,
+}
+DQN_ATARI_FLAGS = {
+    "env_id": "BreakoutNoFrameskip-v4",
+    "total_timesteps": 10000000,
+    "learning_rate": 1e-4,
+    "buffer_size": 1000000,
+    "batch_size": 32,
+    "target_network_frequency": 1000,
+    "learning_starts": 80000,
+    "train_frequency": 4,
+    "end_e": 0.01,
+    "exploration_fraction": 0.1,
+    "amp": False,
+}
 # Constants that are published, CleanRL's and openai/baselines' for PPO
 DEFAULTS = {
     "ppo": PPO_FLAGS | HIDDEN,
@@ -846,22 +890,16 @@ DEFAULTS = {
         "max_grad_norm": 0.5,
     },
     "vpg": HIDDEN | {"learning_rate": 2.5e-3, "num_envs": 8, "baseline": "value", "gamma": 0.99},
-    "dqn": {
-        "env_id": "CartPole-v1",
-        "total_timesteps": 500000,
+    "dqn": DQN_FLAGS | {"hidden_sizes": (120, 84)},
+    "dqn_atari": DQN_FLAGS | DQN_ATARI_FLAGS | {"huber": False},
+    "c51_atari": DQN_FLAGS
+    | DQN_ATARI_FLAGS
+    | {
         "learning_rate": 2.5e-4,
-        "num_envs": 1,
-        "gamma": 0.99,
-        "hidden_sizes": (120, 84),
-        "buffer_size": 10000,
-        "batch_size": 128,
-        "tau": 1.0,
-        "target_network_frequency": 500,
-        "learning_starts": 10000,
-        "train_frequency": 10,
-        "start_e": 1.0,
-        "end_e": 0.05,
-        "exploration_fraction": 0.5,
+        "target_network_frequency": 10000,
+        "n_atoms": 51,
+        "v_min": -10.0,
+        "v_max": 10.0,
     },
     "pqn": PQN_FLAGS | {"hidden_sizes": (120, 84)},
     "pqn_atari": PQN_FLAGS

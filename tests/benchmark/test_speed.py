@@ -357,21 +357,28 @@ def test_sb3_has_the_flags_of_a_script_with_replay(name, monkeypatch):
         assert (*noise, model.policy_delay) == (0.3, 0.4, 3)
 
 
-def test_sb3_has_the_flags_of_dqn(monkeypatch):
-    own = {"start_e": 0.9, "end_e": 0.2, "exploration_fraction": 0.3, "train_frequency": 5}
-    args = flags_of("dqn", **REPLAY_FLAGS, **own, target_network_frequency=60)
+@pytest.mark.parametrize("script", ["dqn", "dqn_atari"])
+def test_sb3_has_the_flags_of_dqn(script, monkeypatch):
+    """And the same network."""
+    flags = REPLAY_FLAGS | {"start_e": 0.9, "end_e": 0.2, "exploration_fraction": 0.3}
+    if script == "dqn_atari":
+        flags = flags | {"buffer_size": 50, "env_id": "PongNoFrameskip-v4"}
+        del flags["hidden_sizes"]
+    args = flags_of(script, **flags, train_frequency=5, target_network_frequency=60)
     args.learning_starts, args.total_timesteps = 100, 300
     made = []
     make = sb3.make_off_policy
     monkeypatch.setattr(sb3, "make_off_policy", lambda *given: made.append(make(*given)) or made[0])
-    assert [step for step, _ in sb3.train("dqn", args)] == [200, 300]
+    monkeypatch.setattr(sb3.torch, "set_num_threads", lambda _: None)
+    assert [step for step, _ in sb3.train(script, args)] == [200, 300]
     model = made[0]
     assert model._n_updates == 40 and model.target_update_interval == 60
     schedule = model.exploration_initial_eps, model.exploration_final_eps
     assert (*schedule, model.exploration_fraction) == (0.9, 0.2, 0.3)
-    for flag in set(REPLAY_FLAGS) - {"hidden_sizes"}:
-        assert getattr(model, flag) == REPLAY_FLAGS[flag]
-    agent = import_module("dqn").Agent(4, 2, (32, 16), False)
+    for flag in flags.keys() & set(sb3.SAME_REPLAY):
+        assert getattr(model, flag) == flags[flag]
+    sizes = (6, False, False) if script == "dqn_atari" else (4, 2, (32, 16), False)
+    agent = import_module(script).Agent(*sizes)
     assert count_weights(model.q_net) == count_weights(agent)
 
 
