@@ -94,7 +94,7 @@ class Args:
     gamma: float = 0.99  # discount factor
     buffer_size: int = 1000000  # transitions in the replay buffer
     batch_size: int = 32  # transitions in a minibatch
-    tau: float = 1.0  # part of the way that the target network moves to the trained one
+    tau: float = 1.0  # fraction by which the target network moves to the Q-network
     target_network_frequency: int = 10000  # steps between these moves
     learning_starts: int = 80000  # steps before the first update
     train_frequency: int = 4  # steps between updates
@@ -104,9 +104,9 @@ class Args:
     n_atoms: int = 51  # atoms of the distribution of the returns
     v_min: float = -10.0  # the lowest of them
     v_max: float = 10.0  # the highest
-    n_step: int = 1  # steps whose rewards a target has
-    double: bool = False  # the trained network chooses the target's action
-    dueling: bool = False  # the network gives a value and advantages
+    n_step: int = 1  # steps of rewards in a target
+    double: bool = False  # the Q-network chooses the target's action
+    dueling: bool = False  # the network gives a state's value and the actions' advantages
     amp: bool = False  # compute the network in bfloat16: faster, less exact
 
 
@@ -125,13 +125,12 @@ def check_args(args):
     check(args.n_atoms > 1, "--n-atoms must be above 1")
     check(args.v_min < args.v_max, "--v-min must be below --v-max")
     check(0 < args.tau <= 1, "--tau must be above 0, up to 1")
-    check(
-        0 <= args.end_e <= args.start_e <= 1, "--end-e and --start-e must be from 0 to 1, falling"
-    )
+    check(0 <= args.end_e <= args.start_e <= 1, "it must be 0 <= --end-e <= --start-e <= 1")
     check(0 <= args.exploration_fraction <= 1, "--exploration-fraction must be from 0 to 1")
     steps = args.num_envs * args.train_frequency
     check(steps <= args.total_timesteps, f"--total-timesteps is below an iteration, {steps}")
-    check(args.learning_starts < args.total_timesteps, "--learning-starts is past the last step")
+    last_step = args.total_timesteps // steps * steps
+    check(args.learning_starts < last_step, f"--learning-starts must be below {last_step}, the end")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -654,10 +653,9 @@ class VecEnv:
 class ReplayBuffer:
     """The last size steps of the environments, rows in a file that is mapped to memory.
 
-    So a checkpoint needs only their number. The file has size + spare rows. At most spare rows are
+    So a checkpoint needs only their count. The file has size + spare rows. At most spare rows are
     written between two checkpoints, so a killed run that goes on from a checkpoint still finds
-    every row that it may sample. columns: what a row has, {name: (dtype, shape)}; images that
-    overlap from step to step are best stored one by one, and put together from several rows.
+    every row that it may sample. columns: what a row has, {name: (dtype, shape)}.
     """
 
     def __init__(self, path, size, spare, columns, is_new):
@@ -680,7 +678,7 @@ class ReplayBuffer:
             values = values.astype(self.rows[name].dtype).reshape(n, *self.rows[name].shape[1:])
             if not np.isfinite(values).all():
                 advice = "fix the environment, then use --resume"
-                sys.exit(f"error: {name} of step {self.count} are not finite: {advice}")
+                sys.exit(f"error: {name} are not finite after step {self.count}: {advice}")
             self.rows[name][places] = values
         self.count += n
 
@@ -695,6 +693,7 @@ class ReplayBuffer:
 
     def draw(self, n):
         """Draws n of the last size rows, with replacement -> their numbers (n,)."""
+        # By the generator that a checkpoint saves
         ages = torch.randint(min(self.count, self.size), (n,)).numpy()
         return self.count - 1 - ages
 
@@ -720,8 +719,8 @@ class FrameBuffer(ReplayBuffer):
             "frames": (np.uint8, (84, 84)),
             "actions": (np.int64, ()),
             "rewards": (np.float32, ()),
-            "terminations": (np.float32, ()),  # 0 or 1
-            "dones": (np.float32, ()),  # 0 or 1: the episode ended, maybe by a time limit
+            "terminations": (np.bool_, ()),
+            "dones": (np.bool_, ()),  # the episode ended, maybe by a time limit
         }
         self.current_obs = current_obs
         self.num_envs = len(current_obs)
@@ -737,12 +736,12 @@ class FrameBuffer(ReplayBuffer):
         around = numbers[:, None] + self.num_envs * np.arange(-3, 2)
         places = around % len(self.rows)
         frames = self.rows["frames"][places]
-        newest = numbers - self.count >= -self.num_envs
-        frames[newest, 4] = self.current_obs[numbers[newest] - self.count, ..., 3]
-        for i in np.flatnonzero(rows["dones"] > rows["terminations"]):
+        newest = numbers >= self.count - self.num_envs
+        frames[newest, 4] = self.current_obs[numbers[newest] % self.num_envs, ..., 3]
+        for i in np.flatnonzero(rows["dones"] & ~rows["terminations"]):
             frames[i, 4] = self.final_frames[int(numbers[i])]
-        ended = (self.rows["dones"][places[:, :3]] == 1) | (around[:, :3] < 0)
-        # Black before the episode's first frame (A6)
+        # A frame is black if the episode ended with it or later, before this row (A6)
+        ended = self.rows["dones"][places[:, :3]] | (around[:, :3] < 0)
         frames[:, :3][np.logical_or.accumulate(ended[:, ::-1], 1)[:, ::-1]] = 0
         frames = torch.from_numpy(frames).movedim(1, 3)  # PyTorch copies them faster so than NumPy
         rows["obs"] = frames[..., :4].contiguous().numpy()
@@ -770,6 +769,7 @@ class Agent(nn.Module):
 
     def __init__(self, num_actions, n_atoms, v_min, v_max, dueling, amp):
         super().__init__()
+        outputs = num_actions + 1 if dueling else num_actions
         self.num_actions = num_actions
         self.dueling = dueling
         self.amp = amp
@@ -786,7 +786,7 @@ class Agent(nn.Module):
             nn.Flatten(),
             nn.Linear(3136, 512),
             nn.ReLU(),
-            nn.Linear(512, (num_actions + dueling) * n_atoms),
+            nn.Linear(512, outputs * n_atoms),
         )
 
     def forward(self, obs):
@@ -808,12 +808,13 @@ class Agent(nn.Module):
         """Noise that makes an action random, with the probability epsilon, else 0."""
         explores = torch.rand(num_steps, num_envs, 1) < self.epsilon
         noise = torch.rand(num_steps, num_envs, self.num_actions)
-        return (explores * 1e30 * noise).numpy()  # beside it the values don't count
+        # Beside the largest of such numbers the values don't count, so argmax draws an action
+        return (explores * 1e30 * noise).numpy()
 
     def policy(self):
         """The policy as a function of arrays.
 
-        obs (n, 84, 84, 4), a row of noise (n, num_actions) -> actions; noise 0.0: the best ones.
+        obs (n, 84, 84, 4), noise (n, num_actions) -> actions; with noise 0.0 the best ones.
         """
         device = self.network[0].bias.device
 
@@ -836,8 +837,8 @@ def rollout(agent, envs, num_steps):
     """Plays num_steps in each environment (G10).
 
     Returns arrays (num_steps, num_envs, ...): obs and actions as they are, float32 rewards, bool
-    terminations and truncations; and for each episode that ended its last step in this rollout and
-    the Episode.
+    terminations and truncations; and the episodes that ended, in pairs: the last step, counted in
+    this rollout, and the Episode.
     """
     policy = agent.policy()
     noise = agent.noise(num_steps, len(envs.obs))
@@ -853,8 +854,8 @@ def rollout(agent, envs, num_steps):
     return obs, actions, rewards.astype(np.float32), terminations, truncations, episodes
 
 
-def random_probability(step, args):
-    """The probability of a random action after so many steps of a run."""
+def epsilon(step, args):
+    """The probability of a random action at a step of the run."""
     last_step = args.exploration_fraction * args.total_timesteps
     if step >= last_step:
         return args.end_e
@@ -862,12 +863,12 @@ def random_probability(step, args):
 
 
 class Adam(nn.Module):
-    """Adam with tensors for all that changes, so that a step compiles together with the loss (G11).
+    """Adam with tensors for all that changes, so that a step compiles together with the loss.
 
     torch.optim.Adam takes four times as long there. An nn.Module for its state_dict().
     """
 
-    def __init__(self, params, eps=1e-5):
+    def __init__(self, params, eps):
         super().__init__()
         self.params = [param for param in params if param.requires_grad]
         self.eps = eps
@@ -926,26 +927,26 @@ def project(probs, rewards, discounts, atoms):
     return ((1 - distances).clamp(0, 1) * probs[:, None]).sum(2)
 
 
-def update(agent, learner, batch, coefs, args):
+def update(agent, learner, batch, lr, args):
     """A step of Adam on a minibatch, see sample_n_steps."""
     rows = torch.arange(args.batch_size, device=batch["obs"].device)
     with torch.no_grad():
         next_logprobs = learner.target(batch["next_obs"])
-        deciding = agent(batch["next_obs"]) if args.double else next_logprobs
-        best_actions = agent.values(deciding).argmax(1)
+        online_logprobs = agent(batch["next_obs"]) if args.double else next_logprobs
+        best_actions = agent.values(online_logprobs).argmax(1)
         next_probs = next_logprobs[rows, best_actions].exp()
         targets = project(next_probs, batch["rewards"], batch["discounts"], agent.atoms)
 
     logprobs = agent(batch["obs"])[rows, batch["actions"]]
     loss = -(targets * logprobs).sum(1).mean()
     grads = torch.autograd.grad(loss, learner.optimizer.params)
-    learner.optimizer.step(grads, coefs["lr"])
+    learner.optimizer.step(grads, lr)
     learner.add_metrics(loss, agent.values(logprobs).mean())
 
 
 @torch.no_grad()
 def move_target(agent, learner, tau):
-    """Moves the target network to the agent, a part tau of the way."""
+    """Moves the target network towards the agent's, by a fraction tau; 1: all the way."""
     for target, param in zip(learner.target.parameters(), agent.parameters()):
         target.lerp_(param, tau)
 
@@ -954,9 +955,9 @@ def sample_n_steps(replay, args, device):
     """Draws transitions of up to --n-step steps -> {name: tensor (batch_size, ...)}.
 
     obs, actions; rewards: the discounted sum; next_obs: after the last of these steps; discounts:
-    what its value counts, 0 after a termination. A transition ends with its episode, and with the
-    newest step of its environment: rows stand in the buffer step by step, environment by
-    environment.
+    the factor of its value, gamma ** k after k steps, 0 after a termination. A transition ends with
+    its episode, and with the newest step of its environment: rows stand in the buffer step by step,
+    environment by environment.
     """
     numbers = replay.draw(args.batch_size)
     batch = replay.read(numbers)
@@ -964,13 +965,14 @@ def sample_n_steps(replay, args, device):
     last = batch
     for _ in range(args.n_step - 1):
         numbers = numbers + args.num_envs
-        goes_on = (last["dones"] == 0) & (numbers < replay.count)
+        goes_on = ~last["dones"] & (numbers < replay.count)
         numbers = np.where(goes_on, numbers, numbers - args.num_envs)
         last = replay.read(numbers)
         batch["rewards"] = batch["rewards"] + goes_on * discounts * last["rewards"]
-        discounts = np.where(goes_on, np.float32(args.gamma) * discounts, discounts)
+        discounts = np.where(goes_on, args.gamma * discounts, discounts)
     batch["next_obs"] = last["next_obs"]
-    batch["discounts"] = discounts * (1 - last["terminations"])
+    batch["discounts"] = discounts * ~last["terminations"]
+    del batch["terminations"], batch["dones"]  # of the first step, which a target doesn't need
     return {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
 
 
@@ -1049,16 +1051,21 @@ if __name__ == "__main__":
     path = run.folder / "replay.bin"
     replay = FrameBuffer(path, args.buffer_size, spare, envs.obs, is_new=not args.resume)
     run.restore(agent=agent, learner=learner, replay=replay, envs=envs)
-    if args.resume:  # an episode that couldn't be brought back ends with its newest row
-        newest = replay.count - args.num_envs + np.flatnonzero(envs.restarted)
-        replay.rows["dones"][newest % len(replay.rows)] = 1.0
-        for number, obs in zip(newest.tolist(), saved["envs"]["obs"][envs.restarted].numpy()):
+    if args.resume:
+        # An episode that couldn't be brought back ends with its newest row. So does one that
+        # couldn't in an earlier resume, since rows outlive a kill
+        newest = np.arange(replay.count - args.num_envs, replay.count)
+        rows = newest % len(replay.rows)
+        replay.rows["dones"][rows[envs.restarted]] = True
+        cut = replay.rows["dones"][rows] & ~replay.rows["terminations"][rows]
+        for number, obs in zip(newest[cut].tolist(), saved["envs"]["obs"].numpy()[cut]):
             replay.final_frames.setdefault(number, obs[..., 3])
     compiled_update = compile_or_not(update, args, device)
-    coefs = {"lr": torch.tensor(args.learning_rate, device=device)}
+    # As a tensor: for another float the update would be compiled again
+    lr = torch.tensor(args.learning_rate, device=device)
 
     for iteration in run.iterations():  # counted from 0
-        agent.epsilon = random_probability(run.global_step, args)
+        agent.epsilon = epsilon(run.global_step, args)
         # With one autocast around the rollout, the weights are converted to bfloat16 only once
         with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
             obs, actions, rewards, terminations, truncations, episodes = rollout(
@@ -1068,6 +1075,7 @@ if __name__ == "__main__":
             if episode.ended_by == "truncation":
                 number = replay.count + step * args.num_envs + episode.env
                 replay.final_frames[number] = episode.final_obs[..., 3]
+            run.log_episode(run.global_step + (step + 1) * args.num_envs, episode)
         replay.add(
             frames=obs[..., 3],
             actions=actions,
@@ -1075,21 +1083,23 @@ if __name__ == "__main__":
             terminations=terminations,
             dones=terminations | truncations,
         )
-        for step, episode in episodes:
-            run.log_episode(run.global_step + (step + 1) * args.num_envs, episode)
-        moves = run.global_step // args.target_network_frequency
+        first_step = run.global_step
         run.global_step += steps_per_iteration
         if run.global_step > args.learning_starts:
-            for _ in range(args.num_envs):  # one for each --train-frequency steps
+            # An update for each --train-frequency steps
+            for step in range(first_step, run.global_step, args.train_frequency):
                 batch = sample_n_steps(replay, args, device)
-                compiled_update(agent, learner, batch, coefs, args)
-        if moves < run.global_step // args.target_network_frequency:
-            move_target(agent, learner, args.tau)
+                compiled_update(agent, learner, batch, lr, args)
+                next_step = step + args.train_frequency
+                frequency = args.target_network_frequency
+                for _ in range(step // frequency, next_step // frequency):
+                    move_target(agent, learner, args.tau)
 
         if (iteration + 1) % 100 == 0:
             run.check_finite(learner.sums)
             means = learner.mean_metrics()
-            run.log({f"losses/{name}": mean for name, mean in means.items()})
+            scalars = {f"losses/{name}": mean for name, mean in means.items()}
+            run.log({**scalars, "charts/epsilon": agent.epsilon})
         if args.eval_interval > 0 and (iteration + 1) % args.eval_interval == 0:
             run.log_evaluation(evaluate(agent, envs, args, video_dir, run.global_step))
 

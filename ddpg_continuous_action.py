@@ -595,10 +595,9 @@ class VecEnv:
 class ReplayBuffer:
     """The last size steps of the environments, rows in a file that is mapped to memory.
 
-    So a checkpoint needs only their number. The file has size + spare rows. At most spare rows are
+    So a checkpoint needs only their count. The file has size + spare rows. At most spare rows are
     written between two checkpoints, so a killed run that goes on from a checkpoint still finds
-    every row that it may sample. columns: what a row has, {name: (dtype, shape)}; images that
-    overlap from step to step are best stored one by one, and put together from several rows.
+    every row that it may sample. columns: what a row has, {name: (dtype, shape)}.
     """
 
     def __init__(self, path, size, spare, columns, is_new):
@@ -621,7 +620,7 @@ class ReplayBuffer:
             values = values.astype(self.rows[name].dtype).reshape(n, *self.rows[name].shape[1:])
             if not np.isfinite(values).all():
                 advice = "fix the environment, then use --resume"
-                sys.exit(f"error: {name} of step {self.count} are not finite: {advice}")
+                sys.exit(f"error: {name} are not finite after step {self.count}: {advice}")
             self.rows[name][places] = values
         self.count += n
 
@@ -636,6 +635,7 @@ class ReplayBuffer:
 
     def draw(self, n):
         """Draws n of the last size rows, with replacement -> their numbers (n,)."""
+        # By the generator that a checkpoint saves
         ages = torch.randint(min(self.count, self.size), (n,)).numpy()
         return self.count - 1 - ages
 
@@ -653,7 +653,7 @@ class ReplayBuffer:
 
 
 def relu_mlp(sizes):
-    """Linear layers of these sizes, ReLU between them; initialised by PyTorch, as in TD3's code."""
+    """Linear layers of these sizes, ReLU between them; initialised by PyTorch."""
     layers = []
     for inputs, outputs in zip(sizes, sizes[1:]):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -727,12 +727,12 @@ def clip_grads(grads, max_norm):
 
 
 class Adam(nn.Module):
-    """Adam with tensors for all that changes, so that a step compiles together with the loss (G11).
+    """Adam with tensors for all that changes, so that a step compiles together with the loss.
 
     torch.optim.Adam takes four times as long there. An nn.Module for its state_dict().
     """
 
-    def __init__(self, params, eps=1e-5):
+    def __init__(self, params, eps):
         super().__init__()
         self.params = [param for param in params if param.requires_grad]
         self.eps = eps

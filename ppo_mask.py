@@ -750,8 +750,8 @@ def rollout(agent, envs, num_steps):
     """Plays num_steps in each environment (G10).
 
     Returns arrays (num_steps, num_envs, ...): obs and actions as they are, float32 rewards, bool
-    terminations and truncations; and for each episode that ended its last step in this rollout and
-    the Episode.
+    terminations and truncations; and the episodes that ended, in pairs: the last step, counted in
+    this rollout, and the Episode.
     """
     policy = agent.policy()
     noise = agent.noise(num_steps, len(envs.obs))
@@ -860,12 +860,12 @@ def clip_grads(grads, max_norm):
 
 
 class Adam(nn.Module):
-    """Adam with tensors for all that changes, so that a step compiles together with the loss (G11).
+    """Adam with tensors for all that changes, so that a step compiles together with the loss.
 
     torch.optim.Adam takes four times as long there. An nn.Module for its state_dict().
     """
 
-    def __init__(self, params, eps=1e-5):
+    def __init__(self, params, eps):
         super().__init__()
         self.params = [param for param in params if param.requires_grad]
         self.eps = eps
@@ -984,7 +984,7 @@ if __name__ == "__main__":
     if args.evaluate:
         run.finish(evaluate(agent, envs, args, video_dir))
         sys.exit()
-    optimizer = Adam(agent.parameters())
+    optimizer = Adam(agent.parameters(), eps=1e-5)  # G11
     run.restore(agent=agent, optimizer=optimizer, envs=envs)
     step_minibatches = compile_or_not(update_minibatches, args, device)
 

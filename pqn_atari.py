@@ -117,9 +117,7 @@ def check_args(args):
         check(getattr(args, name) > 0, f"--{name.replace('_', '-')} must be above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
     check(0 <= args.q_lambda <= 1, "--q-lambda must be from 0 to 1")
-    check(
-        0 <= args.end_e <= args.start_e <= 1, "--end-e and --start-e must be from 0 to 1, falling"
-    )
+    check(0 <= args.end_e <= args.start_e <= 1, "it must be 0 <= --end-e <= --start-e <= 1")
     check(0 <= args.exploration_fraction <= 1, "--exploration-fraction must be from 0 to 1")
     batch_size = args.num_envs * args.num_steps
     divides = batch_size % args.num_minibatches == 0
@@ -660,12 +658,13 @@ class Agent(nn.Module):
         """Noise that makes an action random, with the probability epsilon, else 0."""
         explores = torch.rand(num_steps, num_envs, 1) < self.epsilon
         noise = torch.rand(num_steps, num_envs, self.head.out_features)
-        return (explores * 1e30 * noise).numpy()  # beside it the values don't count
+        # Beside the largest of such numbers the values don't count, so argmax draws an action
+        return (explores * 1e30 * noise).numpy()
 
     def policy(self):
         """The policy as a function of arrays.
 
-        obs (n, 84, 84, 4), a row of noise (n, num_actions) -> actions; noise 0.0: the best ones.
+        obs (n, 84, 84, 4), noise (n, num_actions) -> actions; with noise 0.0 the best ones.
         """
         device = self.head.bias.device
 
@@ -706,8 +705,8 @@ def rollout(agent, envs, num_steps):
     """Plays num_steps in each environment (G10).
 
     Returns arrays (num_steps, num_envs, ...): obs and actions as they are, float32 rewards, bool
-    terminations and truncations; and for each episode that ended its last step in this rollout and
-    the Episode.
+    terminations and truncations; and the episodes that ended, in pairs: the last step, counted in
+    this rollout, and the Episode.
     """
     policy = agent.policy()
     noise = agent.noise(num_steps, len(envs.obs))
@@ -723,8 +722,8 @@ def rollout(agent, envs, num_steps):
     return obs, actions, rewards.astype(np.float32), terminations, truncations, episodes
 
 
-def random_probability(step, args):
-    """The probability of a random action after so many steps of a run."""
+def epsilon(step, args):
+    """The probability of a random action at a step of the run."""
     last_step = args.exploration_fraction * args.total_timesteps
     if step >= last_step:
         return args.end_e
@@ -934,7 +933,7 @@ if __name__ == "__main__":
         # As tensors: for each new float the compiled update would be compiled again
         coefs = {name: torch.tensor(value, device=device) for name, value in coefs.items()}
 
-        agent.epsilon = random_probability(run.global_step, args)
+        agent.epsilon = epsilon(run.global_step, args)
         obs, actions, rewards, terminations, truncations, episodes = rollout(
             player, envs, args.num_steps
         )
@@ -952,6 +951,7 @@ if __name__ == "__main__":
         run.global_step += batch_size
         scalars = {f"losses/{name}": value for name, value in zip(METRICS, metrics, strict=True)}
         scalars["charts/learning_rate"] = coefs["lr"]
+        scalars["charts/epsilon"] = agent.epsilon
         run.log(scalars)
         if args.eval_interval > 0 and (iteration + 1) % args.eval_interval == 0:
             run.log_evaluation(evaluate(agent, envs, args, video_dir, run.global_step))

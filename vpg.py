@@ -725,12 +725,12 @@ def vpg_loss(agent, batch, coefs, args):
 
 
 class Adam(nn.Module):
-    """Adam with tensors for all that changes, so that a step compiles together with the loss (G11).
+    """Adam with tensors for all that changes, so that a step compiles together with the loss.
 
     torch.optim.Adam takes four times as long there. An nn.Module for its state_dict().
     """
 
-    def __init__(self, params, eps=1e-5):
+    def __init__(self, params, eps):
         super().__init__()
         self.params = [param for param in params if param.requires_grad]
         self.eps = eps
@@ -804,7 +804,7 @@ if __name__ == "__main__":
     if args.evaluate:
         run.finish(evaluate(agent, envs, args, video_dir))
         sys.exit()
-    optimizer = Adam(agent.parameters())
+    optimizer = Adam(agent.parameters(), eps=1e-5)  # G11
     run.restore(agent=agent, optimizer=optimizer, envs=envs)
 
     for iteration in run.iterations():  # counted from 0

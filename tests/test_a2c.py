@@ -66,7 +66,7 @@ def test_first_update_equals_ppo_with_one_epoch_one_minibatch_and_no_clipping():
         agent = script.Agent(4, 3, (64, 64))
         before = flat(agent)
         batch = a2c_batch(agent, 40)
-        optimizer = script.Adam(agent.parameters())
+        optimizer = script.Adam(agent.parameters(), eps=1e-5)
         if script is a2c:
             args = a2c.Args()
             a2c.update(optimizer, agent, batch, as_coefs(args, lr=1e-3), args)
@@ -90,7 +90,7 @@ def test_optimizers_equal_those_of_pytorch(optimizer):
         return torch.optim.RMSprop(params, alpha=0.99, eps=1e-5)
 
     agent = a2c.Agent(4, 3, (64, 64))
-    compare_with_library(OPTIMIZERS[optimizer](agent.parameters()), library, agent)
+    compare_with_library(OPTIMIZERS[optimizer](agent.parameters(), eps=1e-5), library, agent)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -105,7 +105,7 @@ def test_steps_equal_those_of_the_optimizers_of_pytorch(optimizer):
         library = torch.optim.RMSprop(theirs.parameters(), lr=lr, alpha=0.99, eps=1e-5)
     else:
         library = torch.optim.Adam(theirs.parameters(), lr=lr, eps=1e-5)
-    ours = OPTIMIZERS[optimizer](agent.parameters())
+    ours = OPTIMIZERS[optimizer](agent.parameters(), eps=1e-5)
     for _ in range(5):
         batch = a2c_batch(agent, 40)
         a2c.update(ours, agent, batch, coefs, args)
@@ -133,7 +133,7 @@ def test_update_equals_that_of_stable_baselines3():
         device="cpu",
     )
     expected = train_sb3(model, agent, batch)
-    optimizer = a2c.RMSprop(agent.parameters())
+    optimizer = a2c.RMSprop(agent.parameters(), eps=1e-5)
     a2c.update(optimizer, agent, batch, as_coefs(args, lr=7e-4), args)
     torch.testing.assert_close(flat(agent), expected, rtol=0, atol=1e-6)
     assert (flat(agent) - before).abs().max() > 5e-3
@@ -147,7 +147,7 @@ def test_compiled_update_equals_eager():
     assert compiled_update is not a2c.update
 
     def run_update(compiled, agent):
-        optimizer = a2c.RMSprop(agent.parameters())
+        optimizer = a2c.RMSprop(agent.parameters(), eps=1e-5)
         function = compiled_update if compiled else a2c.update
         for lr in (1e-3, 2e-3, 3e-3):
             coefs = as_coefs(args, lr=lr)

@@ -14,7 +14,7 @@ from torch import nn
 import c51_atari
 
 SCRIPT = Path(c51_atari.__file__)
-COEFS = {"lr": torch.tensor(1e-3)}
+LR = torch.tensor(1e-3)
 ATOMS = torch.linspace(-10, 10, 51)
 
 
@@ -150,7 +150,7 @@ def test_an_update_written_out(double):
     different = 0
     for _ in range(3):
         batch = make_batch()
-        c51_atari.update(agent, learner, batch, COEFS, args)
+        c51_atari.update(agent, learner, batch, LR, args)
         loss, value = 0.0, 0.0
         for obs, action, reward, next_obs, discount in zip(*batch.values(), strict=True):
             with torch.no_grad():
@@ -190,7 +190,7 @@ def test_the_targets_are_constants(double):
     expected = torch.autograd.grad(-(labels * logprobs).sum() / 8, learner.optimizer.params)
     given = []
     learner.optimizer.step = lambda grads, lr: given.extend(grads)
-    c51_atari.update(agent, learner, batch, COEFS, c51_atari.Args(batch_size=8, double=double))
+    c51_atari.update(agent, learner, batch, LR, c51_atari.Args(batch_size=8, double=double))
     torch.testing.assert_close(given, list(expected), rtol=1e-3, atol=1e-6)
 
 

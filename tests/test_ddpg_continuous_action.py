@@ -647,7 +647,7 @@ def test_a_resume_needs_its_buffer(tmp_path, capsys, case):
 def test_a_row_that_is_not_finite_ends_the_run(tmp_path, value):
     """In float32, in which it is stored: 1e39 is infinite there."""
     replay = filled(tmp_path / "replay.bin", 9)
-    with pytest.raises(SystemExit, match="error: rewards of step 9 are not finite: fix the env"):
+    with pytest.raises(SystemExit, match="error: rewards are not finite after step 9: fix the env"):
         replay.add(image=np.zeros((2, 2, 3)), rewards=np.array([0.0, value]))
     assert replay.count == 9
 

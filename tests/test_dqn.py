@@ -13,7 +13,7 @@ import dqn
 
 SCRIPT = Path(dqn.__file__)
 TINY = "--no-compile --no-cuda --run-name run --eval-episodes 1 --eval-interval 0"
-COEFS = {"lr": torch.tensor(1e-3)}
+LR = torch.tensor(1e-3)
 
 
 def make_batch(n=16, obs_dim=4, num_actions=2):
@@ -51,7 +51,7 @@ def test_an_update_equals_stable_baselines3():
         samples = ReplayBufferSamples(*rows, dones, batch["rewards"][:, None])
         model.replay_buffer.sample = lambda *_, samples=samples, **__: samples
         model.train(gradient_steps=1, batch_size=16)
-        dqn.update(agent, learner, batch, COEFS, args)
+        dqn.update(agent, learner, batch, LR, args)
     for own, other in zip(agent.parameters(), model.q_net.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
 
@@ -70,7 +70,7 @@ def test_the_loss_written_out(double, huber):
         error = float(before(obs[None])[0, action] - (reward + discount * values[best]))
         is_small = abs(error) < 1
         expected.append((0.5 * error**2 if is_small else abs(error) - 0.5) if huber else error**2)
-    dqn.update(agent, learner, batch, COEFS, dqn.Args(double=double, huber=huber))
+    dqn.update(agent, learner, batch, LR, dqn.Args(double=double, huber=huber))
     metrics = learner.mean_metrics()
     assert metrics["td_loss"] == pytest.approx(np.mean(expected), rel=1e-4)
     values = before(batch["obs"]).gather(1, batch["actions"][:, None])
@@ -89,7 +89,7 @@ def test_the_target_is_a_constant():
     )
     given = []
     learner.optimizer.step = lambda grads, lr: given.extend(grads)
-    dqn.update(agent, learner, batch, COEFS, dqn.Args())
+    dqn.update(agent, learner, batch, LR, dqn.Args())
     torch.testing.assert_close(given, list(expected))
 
 
@@ -119,7 +119,7 @@ def test_n_step_returns_written_out(tmp_path, num_envs, n_step):
     rng = np.random.default_rng(0)
     args = dqn.Args(num_envs=num_envs, n_step=n_step, gamma=0.9, batch_size=500)
     columns = {name: (np.float32, ()) for name in ("obs", "rewards", "next_obs")}
-    columns |= {name: (np.float32, ()) for name in ("terminations", "dones")}
+    columns |= {name: (np.bool_, ()) for name in ("terminations", "dones")}
     replay = dqn.ReplayBuffer(tmp_path / "replay", 60, 9, columns, is_new=True)
     rows = []
     for step in range(50):
@@ -164,9 +164,9 @@ def test_an_episode_that_cannot_be_brought_back_ends_in_the_buffer(run_script):
 
 def test_the_probability_of_a_random_action():
     args = dqn.Args(total_timesteps=1000, exploration_fraction=0.5, start_e=0.9, end_e=0.1)
-    found = [dqn.random_probability(step, args) for step in (0, 250, 500, 999)]
+    found = [dqn.epsilon(step, args) for step in (0, 250, 500, 999)]
     assert found == pytest.approx([0.9, 0.5, 0.1, 0.1])
-    assert dqn.random_probability(0, dqn.Args(exploration_fraction=0, end_e=0.3)) == 0.3
+    assert dqn.epsilon(0, dqn.Args(exploration_fraction=0, end_e=0.3)) == 0.3
 
 
 @pytest.mark.parametrize("probability", [0, 1])
@@ -187,11 +187,11 @@ def test_next_observations_are_those_before_the_reset(run_script, env_id):
     flags = f"--env-id {env_id} {TINY} --num-envs 2 --total-timesteps 1000 --learning-starts 999"
     run = run_script(SCRIPT, *flags.split(), "--end-e", "1")
     rows = run.replay.rows[:1000]
-    dones = rows["dones"][:-2] == 1
+    dones = rows["dones"][:-2]
     assert 2 <= dones.sum() < 200
     goes_on = np.all(rows["next_obs"][:-2] == rows["obs"][2:], axis=1)
     assert np.array_equal(goes_on, ~dones)
-    assert np.array_equal(rows["terminations"] == 1, (rows["dones"] == 1) & (env_id[0] == "C"))
+    assert np.array_equal(rows["terminations"], rows["dones"] & (env_id[0] == "C"))
 
 
 def test_when_the_networks_move(run_script):
@@ -209,6 +209,22 @@ def test_when_the_networks_move(run_script):
         torch.testing.assert_close(target, expected)
 
 
+@pytest.mark.parametrize("frequency, moves", [(30, [1, 3, 4, 6]), (10, [*range(1, 7)] * 2)])
+def test_the_target_moves_with_the_steps_of_all_environments(
+    run_script, tmp_path, capsys, frequency, moves
+):
+    """After the update of a step at which it is due, and as often as it is due."""
+    call = "move_target(agent, learner, args.tau)"
+    text = SCRIPT.read_text()
+    assert text.count(f"    {call}") == 1
+    copy = tmp_path / "copy.py"
+    copy.write_text(text.replace(f"    {call}", '    print("moved", int(learner.optimizer.steps))'))
+    flags = f"{TINY} --total-timesteps 160 --learning-starts 40 --train-frequency 20 --num-envs 2"
+    run_script(copy, *flags.split(), "--target-network-frequency", str(frequency))
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(x.split()[1]) for x in lines if x.startswith("moved")] == sorted(moves)
+
+
 def test_a_run_that_diverges_ends_within_a_hundred_iterations(run_script):
     """Not with the next checkpoint."""
     flags = f"{TINY} --total-timesteps 2000 --learning-starts 10 --train-frequency 1"
@@ -218,11 +234,12 @@ def test_a_run_that_diverges_ends_within_a_hundred_iterations(run_script):
 
 def test_bad_flags(run_script, capsys):
     for flags, sentence in {
-        "--end-e 0.5 --start-e 0.1": "--end-e and --start-e must be",
+        "--end-e 0.5 --start-e 0.1": "it must be 0 <= --end-e <= --start-e <= 1",
         "--exploration-fraction 2": "--exploration-fraction must be from 0 to 1",
         "--n-step 0": "--n-step must be above 0",
         "--train-frequency 0": "--train-frequency must be above 0",
-        "--learning-starts 500000": "--learning-starts is past the last step",
+        "--learning-starts 500000": "--learning-starts must be below 500000, the end",
+        "--total-timesteps 10005": "--learning-starts must be below 10000, the end",
         "--env-id Pendulum-v1": "needs a Discrete one",
     }.items():
         run_script(SCRIPT, *flags.split(), code=2)

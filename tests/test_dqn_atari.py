@@ -25,7 +25,7 @@ SCRIPT = Path(dqn_atari.__file__)
 SIZE = 60
 SPARE = 12
 TINY = "--no-compile --no-cuda --num-threads 1 --run-name run --eval-episodes 1"
-COEFS = {"lr": torch.tensor(1e-3)}
+LR = torch.tensor(1e-3)
 
 
 def random_game(rng, num_envs, num_steps):
@@ -275,7 +275,7 @@ def test_an_update_equals_stable_baselines3():
         samples = ReplayBufferSamples(*rows)
         model.replay_buffer = SimpleNamespace(sample=lambda *_, x=samples, **__: x)
         DQN.train(model, gradient_steps=1, batch_size=8)
-        dqn_atari.update(agent, learner, batch, COEFS, dqn_atari.Args(huber=True))
+        dqn_atari.update(agent, learner, batch, LR, dqn_atari.Args(huber=True))
     difference = (flat(agent) - flat(policy.q_net)).abs().mean()
     assert difference < 1e-3 * (flat(agent) - before).abs().mean()
 
@@ -294,7 +294,7 @@ def test_the_loss_written_out(double, huber):
         error = float(before(obs[None])[0, action].detach() - (reward + discount * values[best]))
         is_small = abs(error) < 1
         expected.append((0.5 * error**2 if is_small else abs(error) - 0.5) if huber else error**2)
-    dqn_atari.update(agent, learner, batch, COEFS, dqn_atari.Args(double=double, huber=huber))
+    dqn_atari.update(agent, learner, batch, LR, dqn_atari.Args(double=double, huber=huber))
     metrics = learner.mean_metrics()
     assert metrics["td_loss"] == pytest.approx(np.mean(expected), rel=1e-3)
     values = before(batch["obs"]).gather(1, batch["actions"][:, None])
@@ -438,6 +438,21 @@ def test_an_episode_that_cannot_be_brought_back_ends_in_the_buffer(run_script):
     assert found["obs"][2, ..., 3].any()
 
 
+def test_an_end_that_a_killed_resume_has_written_has_its_last_frame(run_script):
+    """Rows outlive a kill, unlike the frame, also where this resume brings the episode back."""
+    flags = f"{TINY} --total-timesteps 160 --learning-starts 159 --num-envs 2 --end-e 1"
+    flags += " --buffer-size 200 --exploration-fraction 0"
+    first = run_script(SCRIPT, *flags.split())
+    first.run.lock.release()
+    assert not first.replay.rows["dones"][159]
+    first.replay.rows["dones"][159] = True
+    module = run_script(SCRIPT, "--resume", "runs/run", "--total-timesteps", "168")
+    assert module.envs.restarted.tolist() == [False, False]
+    assert list(module.replay.final_frames) == [159]
+    found = module.replay.read(np.array([159]))
+    assert np.array_equal(found["next_obs"][0], first.envs.obs[1])
+
+
 def test_when_the_networks_move(run_script):
     """An update every 20 steps after the 40th, the target every 80 steps, by tau."""
     flags = f"{TINY} --total-timesteps 80 --learning-starts 40 --train-frequency 20 --seed 3"
@@ -457,13 +472,13 @@ def test_when_the_networks_move(run_script):
 
 def test_bad_flags(refused):
     for flags, sentence in {
-        "--end-e 0.5 --start-e 0.1": "--end-e and --start-e must be",
+        "--end-e 0.5 --start-e 0.1": "it must be 0 <= --end-e <= --start-e <= 1",
         "--exploration-fraction 2": "--exploration-fraction must be from 0 to 1",
         "--n-step 0": "--n-step must be above 0",
         "--train-frequency 0": "--train-frequency must be above 0",
         "--buffer-size 0": "--buffer-size must be above 0",
         "--tau 0": "--tau must be above 0, up to 1",
-        "--learning-starts 10000000": "--learning-starts is past the last step",
+        "--learning-starts 10000000": "--learning-starts must be below",
         "--total-timesteps 7 --num-envs 2": "--total-timesteps is below an iteration, 8",
     }.items():
         assert sentence in refused(dqn_atari, flags.split())

@@ -227,7 +227,7 @@ def make_batch(agent, size, off_policy=0.3):
 def learn(agent, batch, args, function=ppo.update_minibatches):
     """ppo.update of a copy of the agent: returns its parameters, the optimizer and METRICS."""
     agent = deepcopy(agent)
-    optimizer = ppo.Adam(agent.parameters())
+    optimizer = ppo.Adam(agent.parameters(), eps=1e-5)
     metrics = ppo.update(function, optimizer, agent, batch, as_coefs(args), args)
     return flat(agent), optimizer, metrics
 
@@ -505,9 +505,9 @@ def test_g7_each_minibatch_is_one_step_on_its_own_rows():
     apart = deepcopy(together)
     coefs = as_coefs(args)
     batch, indices = make_batch(together, 24), torch.randperm(24).view(3, 8)
-    optimizer = ppo.Adam(together.parameters())
+    optimizer = ppo.Adam(together.parameters(), eps=1e-5)
     total = ppo.update_minibatches(optimizer, together, batch, indices, coefs, args)
-    optimizer = ppo.Adam(apart.parameters())
+    optimizer = ppo.Adam(apart.parameters(), eps=1e-5)
     total_apart = 0
     for row in indices:
         part = {name: x[row] for name, x in batch.items()}
@@ -906,7 +906,7 @@ def test_a_new_coefficient_does_not_compile_again():
     torch._dynamo.reset()  # what other tests compiled counts as a first version
     args = ppo.Args(num_minibatches=1, update_epochs=1)
     agent = ppo.Agent(3, 2, (4,))
-    optimizer = ppo.Adam(agent.parameters())
+    optimizer = ppo.Adam(agent.parameters(), eps=1e-5)
     batch = make_batch(agent, 6)
     update = torch.compile(ppo.update_minibatches, fullgraph=True, dynamic=False, backend="eager")
     with torch._dynamo.config.patch(trace_autograd_ops=True, error_on_recompile=True):

@@ -184,7 +184,7 @@ def test_without_masks_and_with_one_part_it_is_ppo():
         batch["advantages"] = torch.from_numpy(rewards).flatten()
         batch["returns"] = torch.from_numpy(values).flatten() + batch["advantages"]
         args = script.Args()
-        optimizer = script.Adam(agent.parameters())
+        optimizer = script.Adam(agent.parameters(), eps=1e-5)
         coefs = as_coefs(args, lr=1e-3)
         script.update(script.update_minibatches, optimizer, agent, batch, coefs, args)
         results.append(exact([obs[..., :3], actions.ravel(), rewards, next_values, flat(agent)]))

@@ -251,9 +251,9 @@ def test_values_are_those_of_the_best_actions():
 
 def test_the_probability_of_a_random_action():
     args = pqn.Args(total_timesteps=1000, exploration_fraction=0.5, start_e=0.9, end_e=0.1)
-    found = [pqn.random_probability(step, args) for step in (0, 250, 500, 999)]
+    found = [pqn.epsilon(step, args) for step in (0, 250, 500, 999)]
     assert found == pytest.approx([0.9, 0.5, 0.1, 0.1])
-    assert pqn.random_probability(0, pqn.Args(exploration_fraction=0, end_e=0.3)) == 0.3
+    assert pqn.epsilon(0, pqn.Args(exploration_fraction=0, end_e=0.3)) == 0.3
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
@@ -332,8 +332,8 @@ def test_toy_is_learned(run_script):
 
 def test_bad_flags(refused):
     for flags, sentence in {
-        "--end-e 0.5 --start-e 0.1": "--end-e and --start-e must be from 0 to 1, falling",
-        "--start-e 2": "--end-e and --start-e must be from 0 to 1, falling",
+        "--end-e 0.5 --start-e 0.1": "it must be 0 <= --end-e <= --start-e <= 1",
+        "--start-e 2": "it must be 0 <= --end-e <= --start-e <= 1",
         "--exploration-fraction 2": "--exploration-fraction must be from 0 to 1",
         "--q-lambda 1.5": "--q-lambda must be from 0 to 1",
         "--num-minibatches 3": "must be a multiple of --num-minibatches",

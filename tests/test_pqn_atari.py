@@ -265,7 +265,7 @@ def test_a_run_killed_in_mid_game_and_resumed_is_equal(server, tmp_path):
 
 def test_bad_flags(refused):
     for flags, sentence in {
-        "--end-e 0.5 --start-e 0.1": "--end-e and --start-e must be from 0 to 1, falling",
+        "--end-e 0.5 --start-e 0.1": "it must be 0 <= --end-e <= --start-e <= 1",
         "--exploration-fraction 2": "--exploration-fraction must be from 0 to 1",
         "--q-lambda 1.5": "--q-lambda must be from 0 to 1",
         "--num-minibatches 3": "must be a multiple of --num-minibatches",

@@ -277,9 +277,10 @@ def test_a_resumed_run_that_is_finished_plays_its_evaluation_again(succeed, whol
 def test_what_a_resume_would_miss_is_named(succeed, whole, tmp_path):
     """Any object of the main block with a state that run.restore wasn't given."""
     text = SCRIPT.read_text()
-    place = "    optimizer = Adam(agent.parameters())\n"
+    place = "    optimizer = Adam(agent.parameters(), eps=1e-5)  # G11\n"
     assert text.count(place) == 1
-    more = "    curiosity = nn.Linear(2, 2)\n    other_optimizer = Adam(curiosity.parameters())\n"
+    more = "    curiosity = nn.Linear(2, 2)\n"
+    more += "    other_optimizer = Adam(curiosity.parameters(), eps=1e-5)\n"
     copy = tmp_path / "copy.py"
     copy.write_text(text.replace(place, place + more))
     lines = [x for x in succeed(tmp_path, TINY, path=copy).stdout.splitlines() if "restore" in x]

@@ -208,6 +208,15 @@ def test_docstring_names_neighbours_and_a_command(name):
     assert f" python {name}.py --env-id " in words
 
 
+def test_g11_epsilon_of_adam():
+    """1e-5 in all that learn a policy by it, as in baselines; elsewhere it isn't called G11."""
+    found = {name: re.findall(r"eps=([-.e\d]+).*  # G11", text) for name, text in TEXTS.items()}
+    labelled = {name for name, text in TEXTS.items() if "G11" in text}
+    policies = {name for name in TEXTS if name.startswith(("ppo", "a2c", "vpg"))}
+    assert labelled == policies
+    assert all(found[name] == ["1e-5"] for name in policies)
+
+
 @pytest.mark.parametrize("names", MAIN_BLOCKS, ids=" to ".join)
 def test_main_blocks_of_neighbours_differ_in_few_lines(names):
     """So what the tests find in one of them is true of the other."""

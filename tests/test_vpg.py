@@ -69,7 +69,7 @@ def test_steps_equal_those_of_adam():
     coefs = as_coefs(args, lr=0.003)
     theirs = deepcopy(agent)
     adam = torch.optim.Adam(theirs.parameters(), lr=0.003, eps=1e-5)
-    optimizer = vpg.Adam(agent.parameters())
+    optimizer = vpg.Adam(agent.parameters(), eps=1e-5)
     for _ in range(5):
         batch = random_batch(agent, 20)
         batch["returns"] *= 100
