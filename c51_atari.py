@@ -123,14 +123,14 @@ def check_args(args):
         check(getattr(args, name) > 0, f"--{name.replace('_', '-')} must be above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
     check(args.n_atoms > 1, "--n-atoms must be above 1")
-    check(args.v_min < args.v_max, "--v-min must be below --v-max")
+    check(-math.inf < args.v_min < args.v_max < math.inf, "--v-min must be below --v-max")
     check(0 < args.tau <= 1, "--tau must be above 0, up to 1")
     check(0 <= args.end_e <= args.start_e <= 1, "it must be 0 <= --end-e <= --start-e <= 1")
     check(0 <= args.exploration_fraction <= 1, "--exploration-fraction must be from 0 to 1")
     steps = args.num_envs * args.train_frequency
     check(steps <= args.total_timesteps, f"--total-timesteps is below an iteration, {steps}")
     last_step = args.total_timesteps // steps * steps
-    check(args.learning_starts < last_step, f"--learning-starts must be below {last_step}, the end")
+    check(args.learning_starts < last_step, f"--learning-starts is past step {last_step}, the last")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def check_args(args):
     steps = args.num_envs * args.train_frequency
     check(steps <= args.total_timesteps, f"--total-timesteps is below an iteration, {steps}")
     last_step = args.total_timesteps // steps * steps
-    check(args.learning_starts < last_step, f"--learning-starts must be below {last_step}, the end")
+    check(args.learning_starts < last_step, f"--learning-starts is past step {last_step}, the last")
 
 
 # --------------------------------------------------------------------------------------------------

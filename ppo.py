@@ -110,7 +110,7 @@ def check_args(args):
     check(0 <= args.seed < 2**32, "--seed must be from 0 to 2**32 - 1")
     positive = ("num_threads", "learning_rate", "total_timesteps", "checkpoint_interval")
     positive += ("eval_episodes", "num_envs", "num_steps", "num_minibatches", "update_epochs")
-    positive += ("clip_coef",)
+    positive += ("clip_coef", "max_grad_norm")
     for name in positive:
         check(getattr(args, name) > 0, f"--{name.replace('_', '-')} must be above 0")
     check(min(args.hidden_sizes, default=0) > 0, "--hidden-sizes must be numbers above 0")

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import episode_rows
 from test_dqn_atari import TINY, make_batch, random_obs
 from test_ppo_atari import flat
 from torch import nn
@@ -220,6 +221,31 @@ def test_a_run_has_the_flags_atoms_and_adams_epsilon(run_script):
     flags = flags.replace("--run-name run", "--run-name other --init-from runs/run")
     other = run_script(SCRIPT, *flags.split(), "--v-max", "1")
     assert other.agent.atoms.tolist() == other.learner.target.atoms.tolist() == [-3, -2, -1, 0, 1]
+
+
+def test_a_run_updates_and_moves_its_networks(run_script):
+    """Iterations of 8 steps: two updates after the last two, the target by tau at the 40th.
+
+    An action is random with the probability of the iteration's first step. Games that are cut end
+    in the buffer, and not by a termination.
+    """
+    flags = f"{TINY} --env-id LivesCutNoFrameskip-v4 --num-envs 2 --total-timesteps 40 --seed 3"
+    flags += " --learning-starts 24 --buffer-size 50 --batch-size 4 --dueling --start-e 0.8"
+    flags += " --end-e 0 --exploration-fraction 1 --target-network-frequency 40 --tau 0.5"
+    module = run_script(SCRIPT, *flags.split())
+    assert int(module.learner.optimizer.steps) == 2 * 2
+    assert module.agent.epsilon == pytest.approx(0.8 * 8 / 40)
+    torch.manual_seed(3)
+    untouched = c51_atari.Agent(3, 51, -10.0, 10.0, True, False).state_dict()
+    for name, target in module.learner.target.state_dict().items():
+        expected = (untouched[name] + module.agent.state_dict()[name]) / 2
+        torch.testing.assert_close(target, expected)
+    rows = module.replay.rows[:40]
+    games = episode_rows(module.run.folder)
+    last_rows = {int(game["global_step"]) - 2 + int(game["env"]) for game in games}
+    assert last_rows == {*np.flatnonzero(rows["dones"] > rows["terminations"])}
+    assert {game["ended_by"] for game in games} == {"truncation"}
+    assert rows["terminations"].any(), "a lost life"
 
 
 def test_bad_flags(refused):

@@ -151,6 +151,7 @@ def test_n_step_returns_written_out(tmp_path, num_envs, n_step):
 def test_an_episode_that_cannot_be_brought_back_ends_in_the_buffer(run_script):
     """Its returns of several steps mustn't go on into the next one."""
     flags = f"{TINY} --total-timesteps 300 --learning-starts 299 --num-envs 2 --end-e 1"
+    flags += " --buffer-size 100 --checkpoint-interval 2"  # the file has begun anew
     run_script(SCRIPT, *flags.split()).run.lock.release()
     path = Path("runs/run/checkpoint.pt")
     saved = torch.load(path, weights_only=True)
@@ -158,8 +159,8 @@ def test_an_episode_that_cannot_be_brought_back_ends_in_the_buffer(run_script):
     torch.save(saved, path)
     run = run_script(SCRIPT, "--resume", "runs/run")
     assert run.envs.restarted.tolist() == [False, True]
-    dones = run.replay.rows["dones"][298:300]
-    assert dones.tolist() == [0, 1]
+    assert len(run.replay.rows) == 140
+    assert run.replay.read(np.array([298, 299]))["dones"].tolist() == [0, 1]
 
 
 def test_the_probability_of_a_random_action():
@@ -199,6 +200,7 @@ def test_when_the_networks_move(run_script):
     flags = f"{TINY} --total-timesteps 220 --learning-starts 100 --train-frequency 20 --seed 3"
     first = run_script(SCRIPT, *flags.split(), "--target-network-frequency", "221")
     assert int(first.learner.optimizer.steps) == (220 - 100) // 20
+    assert first.learner.optimizer.eps == 1e-8
     torch.manual_seed(3)
     untouched = dqn.Agent(4, 2, (120, 84), False).state_dict()
     torch.testing.assert_close(first.learner.target.state_dict(), untouched)
@@ -225,6 +227,19 @@ def test_the_target_moves_with_the_steps_of_all_environments(
     assert [int(x.split()[1]) for x in lines if x.startswith("moved")] == sorted(moves)
 
 
+def test_a_run_counts_the_steps_of_all_environments(run_script):
+    """Iterations of 20 steps: two updates after the last two, a target that moves at 240.
+
+    An action is random with the probability of the iteration's first step, here 0.8 / 12.
+    """
+    flags = f"{TINY} --total-timesteps 240 --learning-starts 200 --num-envs 2 --start-e 0.8"
+    flags += " --end-e 0 --exploration-fraction 1 --target-network-frequency 240"
+    module = run_script(SCRIPT, *flags.split())
+    assert int(module.learner.optimizer.steps) == 2 * 2
+    assert torch.equal(module.learner.target.network[0].weight, module.agent.network[0].weight)
+    assert module.agent.epsilon == pytest.approx(0.8 / 12)
+
+
 def test_a_run_that_diverges_ends_within_a_hundred_iterations(run_script):
     """Not with the next checkpoint."""
     flags = f"{TINY} --total-timesteps 2000 --learning-starts 10 --train-frequency 1"
@@ -238,8 +253,8 @@ def test_bad_flags(run_script, capsys):
         "--exploration-fraction 2": "--exploration-fraction must be from 0 to 1",
         "--n-step 0": "--n-step must be above 0",
         "--train-frequency 0": "--train-frequency must be above 0",
-        "--learning-starts 500000": "--learning-starts must be below 500000, the end",
-        "--total-timesteps 10005": "--learning-starts must be below 10000, the end",
+        "--learning-starts 500000": "--learning-starts is past step 500000, the last",
+        "--total-timesteps 10005": "--learning-starts is past step 10000, the last",
         "--env-id Pendulum-v1": "needs a Discrete one",
     }.items():
         run_script(SCRIPT, *flags.split(), code=2)

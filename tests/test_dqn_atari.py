@@ -117,6 +117,18 @@ def test_a_killed_run_finds_all_that_it_may_draw(tmp_path):
         assert np.array_equal(values, after[name])
 
 
+def test_a_checkpoint_keeps_the_last_frames_that_may_be_drawn(tmp_path):
+    """From the oldest row's on."""
+    current_obs = np.zeros((2, 84, 84, 4), np.uint8)
+    replay = dqn_atari.FrameBuffer(tmp_path / "replay", SIZE, SPARE, current_obs, is_new=True)
+    replay.count = 100
+    replay.final_frames = {k: np.full((84, 84), k, np.uint8) for k in range(0, 100, 10)}
+    frames = replay.state_dict()["final_frames"]
+    assert {k: int(frame[0, 0]) for k, frame in frames.items()} == {
+        k: k for k in range(40, 100, 10)
+    }
+
+
 @pytest.mark.parametrize("num_envs", [1, 3])
 @pytest.mark.parametrize("n_step", [1, 2, 5])
 def test_n_step_returns_written_out(tmp_path, num_envs, n_step):
@@ -416,22 +428,24 @@ def rows_of(run_dir, num_envs):
 
 
 def test_an_episode_that_cannot_be_brought_back_ends_in_the_buffer(run_script):
-    """With its last frame; what follows is a new episode."""
-    flags = f"{TINY} --total-timesteps 160 --learning-starts 159 --num-envs 2 --end-e 1"
-    flags += " --buffer-size 200 --exploration-fraction 0"
+    """With its last frame, or that of its time limit; what follows is a new episode."""
+    flags = f"{TINY} --total-timesteps 156 --learning-starts 155 --num-envs 3 --end-e 1"
+    flags += " --buffer-size 100 --exploration-fraction 0"
     run_script(SCRIPT, *flags.split()).run.lock.release()
     path = Path("runs/run/checkpoint.pt")
     saved = torch.load(path, weights_only=True)
-    assert saved["replay"]["count"] == 160
-    saved["envs"]["obs"][1] = 255 - saved["envs"]["obs"][1]
+    assert saved["replay"]["count"] == 156
+    saved["envs"]["obs"][1:] = 255 - saved["envs"]["obs"][1:]
+    saved["replay"]["final_frames"][155] = torch.full((84, 84), 7, dtype=torch.uint8)
     torch.save(saved, path)
     module = run_script(SCRIPT, "--resume", "runs/run", "--total-timesteps", "168")
-    assert module.envs.restarted.tolist() == [False, True]
-    assert module.replay.rows["dones"][158:160].tolist() == [0, 1]
-    assert module.replay.rows["terminations"][158:160].tolist() == [0, 0]
+    assert module.envs.restarted.tolist() == [False, True, True]
+    assert module.replay.rows["dones"][153:156].tolist() == [0, 1, 1]
+    assert module.replay.rows["terminations"][153:156].tolist() == [0, 0, 0]
     frames = saved["envs"]["obs"][1, ..., 3].numpy()
-    assert np.array_equal(module.replay.final_frames[159], frames)
-    found = module.replay.read(np.array([158, 159, 161]))
+    assert np.array_equal(module.replay.final_frames[154], frames)
+    assert (module.replay.final_frames[155] == 7).all()
+    found = module.replay.read(np.array([153, 154, 157]))
     assert np.array_equal(found["next_obs"][0], saved["envs"]["obs"][0])
     assert np.array_equal(found["next_obs"][1, ..., 3], frames)
     assert not found["obs"][2, ..., :3].any()
@@ -454,20 +468,33 @@ def test_an_end_that_a_killed_resume_has_written_has_its_last_frame(run_script):
 
 
 def test_when_the_networks_move(run_script):
-    """An update every 20 steps after the 40th, the target every 80 steps, by tau."""
+    """An update for 20 steps after the 40th; the target by tau, when a multiple has passed.
+
+    An action is random with the probability of the iteration's first step, which is the 40th.
+    """
     flags = f"{TINY} --total-timesteps 80 --learning-starts 40 --train-frequency 20 --seed 3"
-    flags += " --buffer-size 100"
+    flags += " --buffer-size 100 --num-envs 2 --end-e 0 --exploration-fraction 1"
     first = run_script(SCRIPT, *flags.split(), "--target-network-frequency", "81")
     assert int(first.learner.optimizer.steps) == (80 - 40) // 20
     assert first.learner.optimizer.eps == 1e-8
+    assert first.agent.epsilon == 0.5
     torch.manual_seed(3)
     untouched = dqn_atari.Agent(4, False, False).state_dict()
     torch.testing.assert_close(first.learner.target.state_dict(), untouched)
     flags = flags.replace("--run-name run", "--run-name moved")
-    moved = run_script(SCRIPT, *flags.split(), "--target-network-frequency", "80", "--tau", "0.5")
+    moved = run_script(SCRIPT, *flags.split(), "--target-network-frequency", "70", "--tau", "0.5")
     for name, target in moved.learner.target.state_dict().items():
         expected = (untouched[name] + moved.agent.state_dict()[name]) / 2
         torch.testing.assert_close(target, expected)
+
+
+def test_a_run_has_the_flags_network(run_script):
+    flags = f"{TINY} --env-id LivesCutNoFrameskip-v4 --total-timesteps 8 --learning-starts 4"
+    flags += " --buffer-size 9 --batch-size 2 --dueling --amp"
+    module = run_script(SCRIPT, *flags.split())
+    for agent in module.agent, module.learner.target:
+        assert agent.amp and agent.dueling
+        assert agent.network[-1].out_features == 1 + 3
 
 
 def test_bad_flags(refused):
@@ -478,7 +505,7 @@ def test_bad_flags(refused):
         "--train-frequency 0": "--train-frequency must be above 0",
         "--buffer-size 0": "--buffer-size must be above 0",
         "--tau 0": "--tau must be above 0, up to 1",
-        "--learning-starts 10000000": "--learning-starts must be below",
+        "--learning-starts 10000000": "--learning-starts is past step",
         "--total-timesteps 7 --num-envs 2": "--total-timesteps is below an iteration, 8",
     }.items():
         assert sentence in refused(dqn_atari, flags.split())

@@ -185,14 +185,22 @@ def test_an_update_uses_each_step_once_an_epoch():
 def test_the_learning_rate_falls_to_an_nth(run_script):
     """And the optimizer takes a step for each minibatch of each epoch."""
     flags = f"{TINY} --num-envs 2 --total-timesteps 512 --num-minibatches 2 --update-epochs 3"
+    flags += " --max-grad-norm 7"
     for flag, last in (("--anneal-lr", 0.25), ("--no-anneal-lr", 1.0)):
         module = run_script(pqn.__file__, *flags.split(), flag, "--run-name", flag[2:])
         rates = [*scalars(module.run.folder, "charts/learning_rate").values()]
         assert len(rates) == 4
         assert rates[::3] == pytest.approx([2.5e-4, last * 2.5e-4])
         assert module.coefs["lr"].item() == pytest.approx(last * 2.5e-4)
-        assert module.coefs["max_grad_norm"] == 10
+        assert module.coefs["max_grad_norm"] == 7
         assert int(module.optimizer.steps) == 4 * 2 * 3
+
+
+def test_a_run_that_diverges_ends_with_its_iteration(run_script):
+    """Not with the next checkpoint, nor in the end."""
+    flags = f"{TINY} --num-envs 2 --total-timesteps 512 --learning-rate 1e30"
+    module = run_script(pqn.__file__, *flags.split(), code=1)
+    assert module.run.global_step <= 128
 
 
 def test_the_network_is_cleanrls():
@@ -260,6 +268,7 @@ def test_the_probability_of_a_random_action():
 def test_actions_are_random_with_the_probability_epsilon(epsilon):
     """All actions alike, in each environment and step by itself; else the best one is played."""
     agent = trained_agent()
+    agent.network[-1].weight.data *= 1e6  # however large values are
     agent.epsilon = epsilon
     noise = agent.noise(500, 20)
     assert noise.shape == (500, 20, 3) and noise.dtype == np.float32
@@ -336,6 +345,10 @@ def test_bad_flags(refused):
         "--start-e 2": "it must be 0 <= --end-e <= --start-e <= 1",
         "--exploration-fraction 2": "--exploration-fraction must be from 0 to 1",
         "--q-lambda 1.5": "--q-lambda must be from 0 to 1",
+        "--gamma 2": "--gamma must be from 0 to 1",
+        "--num-steps 0": "--num-steps must be above 0",
+        "--num-minibatches 0": "--num-minibatches must be above 0",
+        "--update-epochs 0": "--update-epochs must be above 0",
         "--num-minibatches 3": "must be a multiple of --num-minibatches",
         "--total-timesteps 500": "--total-timesteps is below a rollout, 512",
         "--hidden-sizes 0": "--hidden-sizes must be numbers above 0",

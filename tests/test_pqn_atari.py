@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import RUN, differences, load_checkpoint
+from processes import RUN, differences, episode_rows, load_checkpoint, scalars
 from test_ppo import needs_compiler
 from test_ppo_atari import run
 from test_ppo_atari_vector import META, SMALL, fake_games, random_obs, run_on_meta
@@ -231,13 +231,38 @@ def test_a_run_bootstraps_truncations_and_cuts_at_lost_lives(run_script, fake):
 def test_the_probability_and_the_learning_rate_fall(run_script, fake):
     fake({20: "over"})
     flags = f"{SMALL} --env-id PongNoFrameskip-v4 --total-timesteps 128 --start-e 0.8 --end-e 0"
+    flags += " --max-grad-norm 7"
     module = run_script(SCRIPT, *flags.split(), "--exploration-fraction", "1")
     torch.manual_seed(1)
     first = pqn_atari.Agent(module.envs.action_space.n)
     assert not torch.equal(module.player.copy.head.weight, first.head.weight), "it has played"
     assert module.agent.epsilon == pytest.approx(0.8 / 4)
     assert module.coefs["lr"].item() == pytest.approx(2.5e-4 / 4)
-    assert module.coefs["max_grad_norm"] == 10
+    assert module.coefs["max_grad_norm"] == 7
+
+
+def test_a_run_logs_its_steps_and_evaluates_other_games_each_time(run_script, fake):
+    """Two iterations, an evaluation after each and in the end; then a run from its networks."""
+    made = fake({5: "over"}, {})
+    flags = f"{SMALL} --env-id PongNoFrameskip-v4 --total-timesteps 64 --run-name run"
+    module = run_script(SCRIPT, *f"{flags} --eval-interval 1 --learning-rate 0.01".split())
+    rows = episode_rows(module.run.folder)
+    assert [int(row["global_step"]) for row in rows] == [10, 20, 30, 40, 50, 60]
+    assert [*scalars(module.run.folder, "losses/td_loss")] == [32, 64]
+    first_seeds = [games.seeds[0][0] for games in made]
+    assert len(first_seeds) == len({*first_seeds}) == 1 + 2 + 1
+    flags = flags.replace("--run-name run", "--run-name other --init-from runs/run")
+    other = run_script(SCRIPT, *flags.split(), "--learning-rate", "1e-12")
+    torch.testing.assert_close(other.agent.state_dict(), module.agent.state_dict())
+
+
+def test_a_run_that_diverges_ends_with_its_iteration(run_script, fake):
+    """Not with the next checkpoint, nor in the end. With --amp it also plays in bfloat16."""
+    fake({20: "over"})
+    flags = f"{SMALL} --env-id PongNoFrameskip-v4 --total-timesteps 128 --learning-rate 1e30"
+    module = run_script(SCRIPT, *flags.split(), "--amp", code=1)
+    assert module.run.global_step <= 32
+    assert module.agent.amp and module.player.copy.amp
 
 
 def test_all_tensors_of_an_update_are_on_the_device(run_script, monkeypatch, tmp_path, fake):
@@ -268,6 +293,10 @@ def test_bad_flags(refused):
         "--end-e 0.5 --start-e 0.1": "it must be 0 <= --end-e <= --start-e <= 1",
         "--exploration-fraction 2": "--exploration-fraction must be from 0 to 1",
         "--q-lambda 1.5": "--q-lambda must be from 0 to 1",
+        "--gamma 2": "--gamma must be from 0 to 1",
+        "--num-steps 0": "--num-steps must be above 0",
+        "--num-minibatches 0": "--num-minibatches must be above 0",
+        "--update-epochs 0": "--update-epochs must be above 0",
         "--num-minibatches 3": "must be a multiple of --num-minibatches",
     }.items():
         assert sentence in refused(pqn_atari, flags.split())

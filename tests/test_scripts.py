@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import importlib
 import re
 import subprocess
 import sys
@@ -61,6 +62,8 @@ MAIN_BLOCKS = {
     ("ppo_atari_vector", "pqn_atari"): 18,
     ("pqn", "pqn_atari"): 8,
     ("ppo_lstm", "ppo_atari_lstm"): 6,
+    ("dqn", "dqn_atari"): 44,
+    ("dqn_atari", "c51_atari"): 6,
     ("ddpg_continuous_action", "td3_continuous_action"): 6,
     ("td3_continuous_action", "sac_continuous_action"): 26,
     ("ddpg_continuous_action", "ddpg_lstm"): 24,
@@ -215,6 +218,15 @@ def test_g11_epsilon_of_adam():
     policies = {name for name in TEXTS if name.startswith(("ppo", "a2c", "vpg"))}
     assert labelled == policies
     assert all(found[name] == ["1e-5"] for name in policies)
+
+
+@pytest.mark.parametrize(
+    "name", [x for x, text in TEXTS.items() if "max_grad_norm: float =" in text]
+)
+def test_the_norm_of_the_gradient_is_above_0(refused, name):
+    """A negative one would turn the gradient around."""
+    module = importlib.import_module(name)
+    assert "--max-grad-norm must be above 0" in refused(module, ["--max-grad-norm", "-1"])
 
 
 @pytest.mark.parametrize("names", MAIN_BLOCKS, ids=" to ".join)
