@@ -626,9 +626,11 @@ class ReplayBuffer:
 
     def state_dict(self):
         self.file.flush()
-        return {"count": self.count}
+        return {"count": self.count, "num_rows": len(self.rows)}
 
     def load_state_dict(self, state):
+        is_whole = state["num_rows"] == len(self.rows)
+        check(is_whole, f"{self.file.filename} is damaged: start a new run with --init-from")
         self.count = state["count"]
 
 

@@ -643,6 +643,21 @@ def test_a_resume_needs_its_buffer(tmp_path, capsys, case):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_buffer_of_another_length_is_damaged(tmp_path, capsys, change):
+    """Rows would be found in other places, also where there are more than a resume needs."""
+    path = tmp_path / "replay.bin"
+    replay = filled(path, 9)
+    state = replay.state_dict()
+    data = path.read_bytes()
+    row = replay.rows.itemsize
+    path.write_bytes(data[:-row] if change < 0 else data + bytes(row))
+    again = buffer_of(path, is_new=False, spare=3)
+    with pytest.raises(SystemExit, match="2"):
+        again.load_state_dict(state)
+    assert capsys.readouterr().err.startswith(f"error: {path} is damaged: start a new run")
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e39], ids=str)
 def test_a_row_that_is_not_finite_ends_the_run(tmp_path, value):
     """In float32, in which it is stored: 1e39 is infinite there."""
