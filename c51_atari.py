@@ -123,14 +123,15 @@ def check_args(args):
         check(getattr(args, name) > 0, f"--{name.replace('_', '-')} must be above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
     check(args.n_atoms > 1, "--n-atoms must be above 1")
-    check(-math.inf < args.v_min < args.v_max < math.inf, "--v-min must be below --v-max")
+    in_order = -math.inf < args.v_min < args.v_max < math.inf
+    check(in_order, "--v-min must be below --v-max, and both finite")
     check(0 < args.tau <= 1, "--tau must be above 0, up to 1")
     check(0 <= args.end_e <= args.start_e <= 1, "it must be 0 <= --end-e <= --start-e <= 1")
     check(0 <= args.exploration_fraction <= 1, "--exploration-fraction must be from 0 to 1")
     steps = args.num_envs * args.train_frequency
     check(steps <= args.total_timesteps, f"--total-timesteps is below an iteration, {steps}")
     last_step = args.total_timesteps // steps * steps
-    check(args.learning_starts < last_step, f"--learning-starts is past step {last_step}, the last")
+    check(args.learning_starts < last_step, f"--learning-starts must be below {last_step}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -693,7 +694,7 @@ class ReplayBuffer:
 
     def draw(self, n):
         """Draws n of the last size rows, with replacement -> their numbers (n,)."""
-        # By the generator that a checkpoint saves
+        # By PyTorch's generator, whose state a checkpoint has
         ages = torch.randint(min(self.count, self.size), (n,)).numpy()
         return self.count - 1 - ages
 

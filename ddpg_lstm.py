@@ -641,7 +641,7 @@ class ReplayBuffer:
 
     def draw(self, n):
         """Draws n of the last size rows, with replacement -> their numbers (n,)."""
-        # By the generator that a checkpoint saves
+        # By PyTorch's generator, whose state a checkpoint has
         ages = torch.randint(min(self.count, self.size), (n,)).numpy()
         return self.count - 1 - ages
 

@@ -119,7 +119,7 @@ def check_args(args):
     steps = args.num_envs * args.train_frequency
     check(steps <= args.total_timesteps, f"--total-timesteps is below an iteration, {steps}")
     last_step = args.total_timesteps // steps * steps
-    check(args.learning_starts < last_step, f"--learning-starts is past step {last_step}, the last")
+    check(args.learning_starts < last_step, f"--learning-starts must be below {last_step}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -620,7 +620,7 @@ class ReplayBuffer:
 
     def draw(self, n):
         """Draws n of the last size rows, with replacement -> their numbers (n,)."""
-        # By the generator that a checkpoint saves
+        # By PyTorch's generator, whose state a checkpoint has
         ages = torch.randint(min(self.count, self.size), (n,)).numpy()
         return self.count - 1 - ages
 

@@ -253,6 +253,8 @@ def test_bad_flags(refused):
         "--n-atoms 1": "--n-atoms must be above 1",
         "--v-min 3 --v-max 2": "--v-min must be below --v-max",
         "--v-min 10": "--v-min must be below --v-max",
+        "--v-min=-inf": "--v-min must be below --v-max, and both finite",
+        "--v-max inf": "--v-min must be below --v-max, and both finite",
         "--n-step 0": "--n-step must be above 0",
     }.items():
         assert sentence in refused(c51_atari, flags.split())
