@@ -420,7 +420,7 @@ def test_an_update_is_that_of_the_script(script):
     module = import_module(script)
     ours, theirs, obs, their_obs = make_agents(script, args)
     actions = theirs(their_obs)[0].detach()
-    optimizer = module.Adam(ours.parameters())
+    optimizer = module.Adam(ours.parameters(), eps=1e-5)
     their_optimizer = torch.optim.Adam(theirs.parameters(), lr=1e-3, eps=1e-5)
     names = ("clip_coef", "ent_coef", "vf_coef", "max_grad_norm")
     coefs = {"lr": torch.tensor(1e-3)} | {x: torch.tensor(getattr(args, x)) for x in names}
