@@ -10,6 +10,7 @@ variants.
     seeds = 5                                 # 1 to 5; or a list: [1, 2, 7]
     # Names as in Args: --anneal-lr is anneal_lr. init_from: a path from the suite's folder
     flags = { total_timesteps = 1000000 }
+    processes = 2             # optional: torchrun starts the script in so many processes
     [runs.variants]           # optional: a name for each set of flags, on top of the others
     default = {}
     no-norm-adv = { norm_adv = false }
@@ -32,6 +33,7 @@ else:
     import tomli as tomllib
 
 KEYS = {"script": str, "env_ids": list, "seeds": (int, list), "flags": dict, "variants": dict}
+KEYS |= {"processes": int}
 NEEDED = ("script", "env_ids", "seeds")
 # A sweep sets these flags itself, so a suite can't
 SET_BY_SWEEP = ("env_id", "seed", "run_name", "resume", "evaluate")
@@ -48,7 +50,8 @@ class SuiteError(Exception):
 class Run:
     """One run of a script.
 
-    name: its folder's name; script: its path; flags: those that the suite sets.
+    name: its folder's name; script: its path; flags: those that the suite sets; processes: in how
+    many torchrun starts the script, 0 without torchrun.
     """
 
     name: str
@@ -56,6 +59,14 @@ class Run:
     env_id: str
     seed: int
     flags: dict
+    processes: int = 0
+
+    @property
+    def program(self):
+        """The words of its command line up to the script."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone"]
+        torchrun += ["--nproc-per-node", str(self.processes)]
+        return [sys.executable, *(torchrun if self.processes else []), str(self.script)]
 
     @property
     def words(self):
@@ -107,8 +118,8 @@ def check_table(table, path):
     if unknown or missing:
         wrong = ", ".join(sorted(unknown | missing))
         raise SuiteError(
-            f"{path}: a table [[runs]] has {', '.join(KEYS)}, of which flags and variants may be "
-            f"missing; look at {wrong}"
+            f"{path}: a table [[runs]] has {', '.join(KEYS)}, of which {', '.join(NEEDED)} must be "
+            f"there; look at {wrong}"
         )
     for key, value in table.items():
         if not isinstance(value, KEYS[key]) or isinstance(value, bool):
@@ -116,6 +127,8 @@ def check_table(table, path):
     seeds = seeds_of(table)
     if not all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds):
         raise SuiteError(f"{path}: seeds must be whole numbers from 0 to 2**32 - 1")
+    if table.get("processes", 1) < 1:
+        raise SuiteError(f"{path}: processes must be above 0")
     if not seeds or not table["env_ids"]:
         raise SuiteError(f"{path} has a table [[runs]] without runs")
     if not all(isinstance(flags, dict) for flags in table.get("variants", {}).values()):
@@ -138,7 +151,8 @@ def expand(table, path):
             for seed in seeds_of(table):
                 parts = (str(env_id), script.stem, variant, str(seed))
                 name = "__".join(filter(None, parts)).replace("/", "-").replace(":", "-")
-                yield Run(name, script, str(env_id), seed, flags)
+                processes = table.get("processes", 0)
+                yield Run(name, script, str(env_id), seed, flags, processes)
 
 
 def find_script(name, suite_path):

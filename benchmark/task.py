@@ -131,7 +131,7 @@ class Task:
             words = ["--resume", f"runs/{self.run.name}"]
         with open(self.log, "a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(self.run.script), *words],
+                [*self.run.program, *words],
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -109,10 +109,12 @@ SETTINGS = {
     "dqn_atari": (VALUES_OF_GAMES, "--total-timesteps 48"),
     "c51_atari": (f"{VALUES_OF_GAMES} --n-atoms 5", "--total-timesteps 48"),
 }
-# ALE's vector plays no toys; these scripts' files have the same tests with real games
+# ALE's vector plays no toys; these scripts' files have the same tests with real games, and
+# torchrun starts the last one
 ALL = SETTINGS | {
     "ppo_atari_vector": (GAME, "--total-timesteps 48"),
     "pqn_atari": (f"{GAME} --exploration-fraction 0", "--total-timesteps 48"),
+    "ppo_atari_multigpu": (GAME, "--total-timesteps 48"),
 }
 VALUES = {"dqn", "dqn_atari", "c51_atari"}
 every_script = pytest.mark.parametrize("script", ALL, indirect=True)
@@ -864,6 +866,7 @@ DEFAULTS = {
     "ppo_lstm": PPO_FLAGS | HIDDEN | LSTM_FLAGS,
     "ppo_atari": PPO_FLAGS | ATARI_FLAGS,
     "ppo_atari_vector": PPO_FLAGS | ATARI_FLAGS,
+    "ppo_atari_multigpu": PPO_FLAGS | ATARI_FLAGS | {"sync_norm_adv": True},
     "ppo_atari_lstm": PPO_FLAGS | ATARI_FLAGS | LSTM_FLAGS,
     "ppo_continuous_action": PPO_FLAGS
     | HIDDEN

@@ -21,6 +21,7 @@ LABELS = {
     *(f"l{i}" for i in range(1, 6)),
     "d1",
     "X1",
+    "X2",
     "X3",
 }
 

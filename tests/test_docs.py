@@ -41,6 +41,10 @@ OTHER_PROGRAMS = (".", "mkdir", "tensorboard", "wandb")  # whose words nobody he
 # Flags of programs of others
 FOREIGN_FLAGS = {"--network": "docker run", "--no-index": "git diff"}
 FOREIGN_FLAGS |= dict.fromkeys(("--array", "--requeue", "--wrap"), "sbatch")
+torchrun = ("--standalone", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint")
+FOREIGN_FLAGS |= dict.fromkeys((*torchrun, "--rdzv-id"), "torchrun")
+FOREIGN_FLAGS |= dict.fromkeys(("--nodes", "--ntasks-per-node", "--gpus-per-node"), "srun")
+FOREIGN_FLAGS["--cpus-per-task"] = "srun"
 PLACEHOLDERS = {"SEED": "1", "STEPS": "1000000"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
@@ -230,7 +234,7 @@ def split_commands(code):
 def commands_in(page):
     """All lines of blocks of shell code, and what looks like a command in the text."""
     texts = blocks_in(page, *SHELL)
-    starts = re.compile(r"(python|make|uv run|git diff|docker run) ")
+    starts = re.compile(r"(python|torchrun|make|uv run|git diff|docker run) ")
     texts += [span for span in read(page).spans if starts.match(span)]
     return [words for text in texts for words in split_commands(text)]
 
@@ -249,7 +253,9 @@ class Checker:
 
     def check(self, words):
         program, *rest = words
-        if program in ("python", ".venv/bin/python"):
+        if program == "torchrun":
+            self.check_script(rest[rest.index("ppo_atari_multigpu.py") :])
+        elif program in ("python", ".venv/bin/python"):
             rest = rest[1:] if rest[0] == "-i" else rest
             if rest[0] == "-m":
                 self.check_module(rest[1], rest[2:])

@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Definitions that may differ: how many texts there are of each, and why
 DIFFERENT = {
-    "Args": (19, "the flags of the algorithm; its common flags are compared one by one"),
+    "Args": (20, "the flags of the algorithm; its common flags are compared one by one"),
     "SCHEDULES": (5, "which flags there are"),
-    "check_args": (15, "what the algorithm's flags may be"),
+    "check_args": (16, "what the algorithm's flags may be"),
     "check_env": (2, "actions to try, where there are masks (ppo_mask)"),
     "make_env": (6, "kinds of spaces, and the wrappers for them"),
     "mlp": (2, "LayerNorm and ReLU (pqn)"),
@@ -28,9 +28,9 @@ DIFFERENT = {
     "PER_CALL": (3, "what fits into one compiled call"),
     "rollout": (3, "whole episodes (vpg); a memory"),
     "predict": (3, "no log-probabilities (a2c, pqn)"),
-    "ppo_loss": (3, "a penalty in place of clipping (ppo_penalty); a memory"),
+    "ppo_loss": (4, "a penalty, not clipping (ppo_penalty); a memory; many processes"),
     "update_minibatches": (3, "PyTorch's Adam where nothing is compiled (a memory); a loss (pqn)"),
-    "update": (10, "one step per rollout (a2c, vpg), no KL (pqn), or with a replay buffer"),
+    "update": (11, "one step per rollout (a2c, vpg), no KL (pqn), a replay buffer, processes"),
     "Learner": (3, "what has a target and an optimizer"),
     "evaluate": (4, "a copy of the weights to play with (PPO); a memory"),
     "compile_or_not": (2, "CUDA graphs (ppo_atari_vector)"),
@@ -60,6 +60,7 @@ MAIN_BLOCKS = {
     ("ppo_continuous_action", "ppo_atari"): 10,
     ("ppo_atari", "ppo_atari_vector"): 12,
     ("ppo_atari_vector", "pqn_atari"): 18,
+    ("ppo_atari_vector", "ppo_atari_multigpu"): 46,
     ("pqn", "pqn_atari"): 8,
     ("ppo_lstm", "ppo_atari_lstm"): 6,
     ("dqn", "dqn_atari"): 44,
@@ -208,7 +209,7 @@ def test_docstring_names_neighbours_and_a_command(name):
     neighbours = re.search(r"Diff it against (.+?\.py)\.", words)[1]
     neighbours = re.split(", | or ", neighbours)
     assert all(neighbour.removesuffix(".py") in TEXTS.keys() - {name} for neighbour in neighbours)
-    assert f" python {name}.py --env-id " in words
+    assert re.search(rf" (python|torchrun .*) {name}\.py --env-id ", words)
 
 
 def test_g11_epsilon_of_adam():

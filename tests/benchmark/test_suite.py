@@ -1,4 +1,5 @@
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,14 @@ variants = { plain = {}, slow = { fast = false, total_timesteps = 9 } }"""
     assert last.script == lab.script
 
 
+def test_torchrun_starts_a_run_of_several_processes(lab):
+    (run,) = read_suite(lab.write_suite('env_ids = ["A"]\nseeds = 1\nprocesses = 2')).values()
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert run.program == [sys.executable, *words, str(lab.script)]
+    (run,) = read_suite(lab.make_suite("A")).values()
+    assert run.program == [sys.executable, str(lab.script)]
+
+
 def test_a_table_without_variants_has_runs_without(lab):
     (run,) = read_suite(lab.make_suite("A")).values()
     assert (run.name, run.env_id, run.seed, run.flags) == ("A__fake__1", "A", 1, {})
@@ -56,6 +65,8 @@ SCRIPTS = {"broken": "no python", "exits": "raise SystemExit(3)", "empty": ARGS}
         ('env_ids = ["A"\nseeds = 1', "can't read the suite"),
         ('env_ids = ["A"]', "look at seeds"),
         ('env_ids = ["A"]\nseeds = 1\nenvs = 3', "look at envs"),
+        ('env_ids = ["A"]\nseeds = 1\nprocesses = 0', "processes must be above 0"),
+        ('env_ids = ["A"]\nseeds = 1\nprocesses = "2"', "processes = '2' is of the wrong type"),
         ('env_ids = ["A"]\nseeds = 0', "without runs"),
         ('env_ids = "A"\nseeds = 1', "env_ids = 'A' is of the wrong type"),
         ('env_ids = ["A"]\nseeds = true', "seeds = True is of the wrong type"),

@@ -1,5 +1,6 @@
 """One run, whoever does it and however often: python -m benchmark.task."""
 
+import json
 import os
 import signal
 import subprocess
@@ -33,6 +34,15 @@ def test_a_run_may_be_named_by_its_number(lab):
     lab.assert_done_once("Good-v0__fake__3")
     code, said = lab.run_task("3")
     assert code == 2 and "has no run 3" in said
+
+
+def test_torchrun_starts_a_run_of_several_processes(lab):
+    """Of one here, since the fake script is for one."""
+    lab.write_suite('env_ids = ["Good-v0"]\nseeds = 1\nprocesses = 1')
+    assert lab.run_task(GOOD) == (0, "")
+    lab.assert_done_once(GOOD)
+    variables = json.loads(lab.text(GOOD, "environment.json"))
+    assert variables["RANK"] == "0" and variables["WORLD_SIZE"] == "1"
 
 
 def test_a_run_that_crashes_is_resumed(lab):
