@@ -503,13 +503,12 @@ class ParallelVecEnv:
         self.rows = np.arange(len(envs) * num_agents).reshape(-1, num_agents)  # of each game
         width = self.obs_dim * (1 + num_agents) if centralised else self.obs_dim
         self.obs = np.zeros((self.rows.size, width), dtype)
-        self.episode_returns = np.zeros(self.rows.size)
-        self.lengths = np.zeros(self.rows.size, np.int64)
         self.games_over = 0
         self.video = None
         self.seeds = np.random.SeedSequence(seed).generate_state(len(envs))
         self.seed_counts = np.zeros(len(envs), np.int64)
         self.actions = [[] for _ in envs]  # of each game
+        self.scores = [{} for _ in envs]  # of each game: {agent: return and length so far}
         for i in range(len(envs)):
             self.reset_with_new_seed(i)
 
@@ -518,8 +517,7 @@ class ParallelVecEnv:
         sequence = np.random.SeedSequence((int(self.seeds[i]), int(self.seed_counts[i])))
         self.seed_counts[i] += 1
         self.actions[i] = []
-        self.episode_returns[self.rows[i]] = 0.0
-        self.lengths[self.rows[i]] = 0
+        self.scores[i] = {}
         seed = int(sequence.generate_state(1)[0]) % 2**31  # some libraries take no larger one
         observations, _ = self.envs[i].reset(seed=seed)
         self.obs[self.rows[i]] = self.observe(observations, self.envs[i].agents)
@@ -557,17 +555,17 @@ class ParallelVecEnv:
         results = np.zeros((3, len(self.agents)))
         episodes = []
         for agent, k in agents.items():
-            row = self.rows[i, k]
             results[:, k] = rewards[agent], terminations[agent], truncations[agent]
-            self.episode_returns[row] += rewards[agent]
-            self.lengths[row] += 1
+            episode_return, length = self.scores[i].pop(agent, (0.0, 0))
+            score = episode_return + float(rewards[agent]), length + 1
             ended = terminations[agent] or truncations[agent]
             if ended == (agent in agents_left):
-                sys.exit(f"error: {agent} must leave the game's agents when it has ended, not else")
+                sys.exit(f"error: {agent} must leave env.agents when it has ended, and only then")
             if ended:
                 ended_by = "termination" if terminations[agent] else "truncation"
-                episode_return, length = float(self.episode_returns[row]), int(self.lengths[row])
-                episodes.append(Episode(int(row), episode_return, length, ended_by, last_rows[k]))
+                episodes.append(Episode(int(self.rows[i, k]), *score, ended_by, last_rows[k]))
+            else:
+                self.scores[i][agent] = score
         self.obs[self.rows[i]] = self.observe(observations, agents_left)
         if not agents_left:
             self.games_over += 1
