@@ -89,19 +89,19 @@ class Args:
 
     env_id: str = "mpe2.simple_spread_v3"  # module whose parallel_env() makes a game
     total_timesteps: int = 1000000  # steps of the run, all environments together
-    learning_rate: float = 2.5e-4  # learning rate of Adam
-    num_envs: int = 4  # number of environments
-    num_steps: int = 128  # steps in each environment per rollout
+    learning_rate: float = 7e-4  # learning rate of Adam
+    num_envs: int = 32  # number of environments
+    num_steps: int = 50  # steps in each environment per rollout
     anneal_lr: bool = True  # lower the learning rate linearly over the run
-    gamma: float = 0.99  # discount factor
+    gamma: float = 0.95  # discount factor
     hidden_sizes: tuple[int, ...] = (64, 64)  # units of the hidden layers, actor's and critic's
     gae_lambda: float = 0.95  # lambda of the generalized advantage estimation
     num_minibatches: int = 4  # minibatches per epoch
-    update_epochs: int = 4  # epochs per rollout
+    update_epochs: int = 10  # epochs per rollout
     norm_adv: bool = True  # normalise the advantages in each minibatch
     clip_coef: float = 0.2  # clip range of the probability ratio and of the value loss
     anneal_clip: bool = False  # lower the clip range linearly over the run
-    clip_vloss: bool = True  # clip the value loss as openai/baselines does
+    clip_vloss: bool = False  # clip the value loss as openai/baselines does
     ent_coef: float = 0.01  # coefficient of the entropy
     vf_coef: float = 0.5  # coefficient of the value loss
     max_grad_norm: float = 0.5  # largest norm of the gradient, actor and critic together

@@ -115,7 +115,7 @@ def test_the_dead_have_no_part_in_the_loss():
     batch = {"obs": torch.randn(40, 5), "actions": torch.randint(0, 3, (40,))}
     batch |= {name: torch.randn(40) for name in names}
     alive = torch.rand(40) < 0.6
-    args = ppo_pettingzoo.Args()
+    args = ppo_pettingzoo.Args(clip_vloss=True)
     coefs = {
         name: torch.tensor(getattr(args, name)) for name in ("clip_coef", "ent_coef", "vf_coef")
     }
@@ -159,6 +159,7 @@ def lives(alive, terminations, truncations):
 def test_advantages_are_sums_over_an_agents_own_life(run_script, flag):
     """Those of a run's only iteration; a truncated life goes on with its own last observation."""
     flags = f"{TINY} --env-id {MORTAL} --num-envs 3 --num-steps 40 --total-timesteps 120"
+    flags += " --gamma 0.99"
     module = run_script(SCRIPT, *flags.split(), "--learning-rate", "1e-12", flag)
     final = {(step, episode.env): episode for step, episode in module.episodes}
 
@@ -220,6 +221,7 @@ def test_one_agent_alone_is_ppo(run_script, tmp_path, flags):
     assert text.count("steps_per_seed=1000") == 1
     single = tmp_path / "ppo.py"
     single.write_text(text.replace("steps_per_seed=1000", "steps_per_seed=1"))
+    flags += " --learning-rate 1e-3 --gamma 0.9 --update-epochs 3 --clip-vloss"
     common = f"{TINY} --num-envs 3 --num-steps 40 --total-timesteps 360 {flags}".split()
     ours = run_script(SCRIPT, "--env-id", "parallel_toys.alone", *common)
     (tmp_path / RUN).rename(tmp_path / "ours")
@@ -232,7 +234,8 @@ def test_one_agent_alone_is_ppo(run_script, tmp_path, flags):
     assert rows[0] == rows[1] and len(rows[0]) > 20
 
 
-LEARN = "--num-threads 1 --no-compile --num-steps 32 --learning-rate 0.01 --ent-coef 0.001"
+LEARN = "--num-threads 1 --no-compile --num-envs 4 --num-steps 32 --update-epochs 4"
+LEARN += " --learning-rate 0.01 --ent-coef 0.001"
 
 
 def test_a_toy_of_two_agents_is_learned_to_its_optimum(run_script, tmp_path):

@@ -15,24 +15,28 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Definitions that may differ: how many texts there are of each, and why
 DIFFERENT = {
-    "Args": (19, "the flags of the algorithm; its common flags are compared one by one"),
+    "Args": (20, "the flags of the algorithm; its common flags are compared one by one"),
     "SCHEDULES": (5, "which flags there are"),
     "check_args": (15, "what the algorithm's flags may be"),
-    "check_env": (2, "actions to try, where there are masks (ppo_mask)"),
-    "make_env": (6, "kinds of spaces, and the wrappers for them"),
+    "check_env": (3, "actions to try, where there are masks (ppo_mask); many agents"),
+    "make_env": (7, "kinds of spaces, and the wrappers for them"),
+    "Episode": (2, "an agent's part of a game (ppo_pettingzoo)"),
     "mlp": (2, "LayerNorm and ReLU (pqn)"),
     "numpy_mlp": (2, "LayerNorm (pqn)"),
-    "Agent": (15, "the network"),
+    "Agent": (16, "the network"),
     "Player": (2, "the head stays float32 (pqn_atari)"),
     "METRICS": (8, "what is learned"),
     "PER_CALL": (3, "what fits into one compiled call"),
     "rollout": (3, "whole episodes (vpg); a memory"),
     "predict": (3, "no log-probabilities (a2c, pqn)"),
-    "ppo_loss": (3, "a penalty in place of clipping (ppo_penalty); a memory"),
+    "ppo_loss": (
+        4,
+        "a penalty in place of clipping (ppo_penalty); a memory; agents that have ended",
+    ),
     "update_minibatches": (3, "PyTorch's Adam where nothing is compiled (a memory); a loss (pqn)"),
     "update": (10, "one step per rollout (a2c, vpg), no KL (pqn), or with a replay buffer"),
     "Learner": (3, "what has a target and an optimizer"),
-    "evaluate": (4, "a copy of the weights to play with (PPO); a memory"),
+    "evaluate": (5, "a copy of the weights to play with (PPO); a memory; games of many agents"),
     "compile_or_not": (2, "CUDA graphs (ppo_atari_vector)"),
 }
 # Flags that two scripts explain differently
@@ -55,6 +59,7 @@ MAIN_BLOCKS = {
     ("ppo", "ppo_continuous_action"): 8,
     ("ppo", "ppo_mask"): 4,
     ("ppo", "ppo_penalty"): 12,
+    ("ppo", "ppo_pettingzoo"): 10,
     ("ppo", "a2c"): 10,
     ("ppo", "pqn"): 18,
     ("ppo_continuous_action", "ppo_atari"): 10,
