@@ -93,7 +93,7 @@ class Args:
     num_envs: int = 32  # number of environments
     num_steps: int = 50  # steps in each environment per rollout
     anneal_lr: bool = True  # lower the learning rate linearly over the run
-    gamma: float = 0.95  # discount factor
+    gamma: float = 0.99  # discount factor
     hidden_sizes: tuple[int, ...] = (64, 64)  # units of the hidden layers, actor's and critic's
     gae_lambda: float = 0.95  # lambda of the generalized advantage estimation
     num_minibatches: int = 4  # minibatches per epoch

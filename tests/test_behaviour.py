@@ -870,7 +870,6 @@ DEFAULTS = {
         "learning_rate": 7e-4,
         "num_envs": 32,
         "num_steps": 50,
-        "gamma": 0.95,
         "update_epochs": 10,
         "clip_vloss": False,
         "centralised_critic": False,
