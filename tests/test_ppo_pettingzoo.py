@@ -187,7 +187,8 @@ def test_advantages_are_sums_over_an_agents_own_life(run_script, flag):
             checked[first + k, row] = True
     np.testing.assert_array_equal(checked, module.alive)
     assert not module.alive.all() and (truncated > 5 or flag == "--no-bootstrap-truncated")
-    assert module.batch["alive"].sum() == module.alive.sum()
+    living = module.values[module.alive], module.returns[module.alive]
+    assert module.scalars["losses/explained_variance"] == ppo.explained_variance(*living)
 
 
 @pytest.mark.parametrize("centralised", [False, True])
