@@ -109,11 +109,11 @@ SETTINGS = {
     "dqn_atari": (VALUES_OF_GAMES, "--total-timesteps 48"),
     "c51_atari": (f"{VALUES_OF_GAMES} --n-atoms 5", "--total-timesteps 48"),
 }
-# ALE's vector plays no toys; these scripts' files have the same tests with real games, and
-# torchrun starts the last one
+# These scripts play no toys of toys.py: their files have the same tests with other games
 ALL = SETTINGS | {
     "ppo_atari_vector": (GAME, "--total-timesteps 48"),
     "pqn_atari": (f"{GAME} --exploration-fraction 0", "--total-timesteps 48"),
+    "ppo_pettingzoo": (f"--env-id parallel_toys.mortal {PPO}", "--total-timesteps 750"),
     "ppo_atari_multigpu": (GAME, "--total-timesteps 48"),
 }
 VALUES = {"dqn", "dqn_atari", "c51_atari"}
@@ -863,6 +863,18 @@ DEFAULTS = {
     "ppo": PPO_FLAGS | HIDDEN,
     "ppo_mask": PPO_FLAGS | HIDDEN | {"env_id": "Taxi-v4"},
     "ppo_penalty": HIDDEN,
+    "ppo_pettingzoo": PPO_FLAGS
+    | HIDDEN
+    | {
+        "env_id": "mpe2.simple_spread_v3",
+        "total_timesteps": 1000000,
+        "learning_rate": 7e-4,
+        "num_envs": 32,
+        "num_steps": 50,
+        "update_epochs": 10,
+        "clip_vloss": False,
+        "centralised_critic": False,
+    },
     "ppo_lstm": PPO_FLAGS | HIDDEN | LSTM_FLAGS,
     "ppo_atari": PPO_FLAGS | ATARI_FLAGS,
     "ppo_atari_vector": PPO_FLAGS | ATARI_FLAGS,

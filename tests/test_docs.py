@@ -340,7 +340,10 @@ class Checker:
 def check_env_id(env_id):
     """That an environment is registered, unless it is the reader's or of another package."""
     module, _, name = env_id.rpartition(":")
-    if env_id == "ENV" or module.startswith(("my_", "shimmy", "gymnasium_robotics")):
+    if env_id == "ENV" or env_id.startswith(("my_", "shimmy", "gymnasium_robotics")):
+        return
+    if "." in name:  # a game of many agents
+        assert importlib.import_module(name).parallel_env
         return
     gym.register_envs(ale_py)
     if module:
