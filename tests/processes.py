@@ -246,7 +246,8 @@ def serve():
     # A run writes the versions of all packages into its config.json. To look them up takes longer
     # than most runs of a test
     known = {str(x._path): x.metadata for x in distributions()}
-    PathDistribution.metadata = property(lambda package: known[str(package._path)])
+    read = PathDistribution.metadata.fget  # of what a script's imports have brought
+    PathDistribution.metadata = property(lambda x: known.get(str(x._path)) or read(x))
     gc.freeze()  # a fork that looks for garbage would copy the memory of the imports
     for line in sys.stdin:
         request = json.loads(line)

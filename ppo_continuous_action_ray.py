@@ -1,0 +1,1254 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch==2.13.0",
+#     "gymnasium[classic-control,mujoco]==1.4.0",
+#     "box2d==2.3.10; python_version < '3.14'",
+#     "mujoco==4.0.0; python_version >= '3.11'",
+#     "mujoco==3.17.0; python_version < '3.11'",
+#     "numpy==2.4.6; python_version >= '3.11'",
+#     "numpy==2.2.6; python_version < '3.11'",
+#     "tyro==1.0.17",
+#     "tqdm==4.70.1",
+#     "tensorboard==2.21.0",
+#     "wandb==0.31.0",
+#     "moviepy==2.2.1",
+#     "ray==2.60.0",
+# ]
+# ///
+"""PPO for Box actions, with rollouts on a Ray cluster, for simulators that are slow.
+
+Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the
+details of openai/baselines ppo2 that "The 37 Implementation Details of PPO" explains,
+https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
+Comments number them as docs/details.md of the repository does: G1 to G11 are general, M1 to M8
+for MuJoCo, X1 and X3 optional.
+Unlike in baselines, a time limit is not a termination; --no-bootstrap-truncated makes it one.
+
+Workers, processes on whatever machines Ray has, play a share of the environments each. This process
+gives them the policy and the action noise, and learns from what they send. The bits of a run depend
+neither on their number nor on which is faster. Where a worker is lost, Ray starts another, which
+brings its environments back and plays its share again.
+In one thing a rollout differs from ppo_continuous_action.py's: its observations are normalised with
+the statistics of its start (M1). They take in its observations when it is over.
+With --overlap the workers play the next rollout during an update, with the weights before it.
+
+Diff it against ppo_continuous_action.py.
+
+    python ppo_continuous_action_ray.py --env-id Humanoid-v5 --num-workers 4 --num-envs 8
+"""
+
+import copy
+import json
+import math
+import os
+import platform
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when ray is imported
+
+import gymnasium as gym
+import numpy as np
+import ray
+import torch
+import torch.nn as nn
+import tyro
+from filelock import FileLock, Timeout
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+# --------------------------------------------------------------------------------------------------
+# Flags
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Args:
+    """All flags. The comments are what --help says."""
+
+    exp_name: str = Path(__file__).stem  # name of the experiment, a part of the run's name
+    run_name: str | None = None  # folder in runs/ (default: ENV__EXPERIMENT__SEED__UNIXTIME)
+    seed: int = 1  # seed of the networks, the action noise, the minibatches and the environments
+    torch_deterministic: bool = True  # use deterministic cuDNN algorithms
+    cuda: bool = True  # use a GPU where there is one
+    compile: bool = True  # compile the update, which takes half a minute the first time
+    num_threads: int = 1  # threads of PyTorch; a second one gains nothing on layers of 64
+    track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
+    wandb_project_name: str = "plainrl"  # project at Weights & Biases
+    wandb_entity: str | None = None  # user or team at Weights & Biases
+    capture_video: bool = False  # film the first episode of each evaluation, into videos/
+    checkpoint_interval: int = 10  # iterations (a rollout and its update) between checkpoints
+    eval_interval: int = 0  # iterations between evaluations during the training (0: none)
+    eval_episodes: int = 10  # episodes of an evaluation, with deterministic actions and own seeds
+    resume: str | None = None  # continue the run in this folder, exactly; its flags come with it
+    evaluate: str | None = None  # play the policy of this run, or of a checkpoint such as best.pt
+    init_from: str | None = None  # begin with the networks and statistics of this run
+
+    env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
+    total_timesteps: int = 1000000  # steps of the run, all environments together
+    learning_rate: float = 3e-4  # learning rate of Adam
+    num_envs: int = 8  # number of environments
+    num_workers: int = 2  # processes that play an equal number of them each
+    cpus_per_worker: float = 1.0  # CPUs that Ray keeps for a worker
+    address: str | None = None  # HOST:PORT of a Ray cluster, or auto (default: one for this run)
+    overlap: bool = False  # play the next rollout during an update, with the weights before it
+    num_steps: int = 256  # steps in each environment per rollout
+    anneal_lr: bool = True  # lower the learning rate linearly over the run
+    gamma: float = 0.99  # discount factor
+    hidden_sizes: tuple[int, ...] = (64, 64)  # units of the hidden layers, actor's and critic's
+    gae_lambda: float = 0.95  # lambda of the generalized advantage estimation
+    num_minibatches: int = 32  # minibatches per epoch
+    update_epochs: int = 10  # epochs per rollout
+    norm_adv: bool = True  # normalise the advantages in each minibatch
+    clip_coef: float = 0.2  # clip range of the probability ratio and of the value loss
+    anneal_clip: bool = False  # lower the clip range linearly over the run
+    clip_vloss: bool = True  # clip the value loss as openai/baselines does
+    ent_coef: float = 0.0  # coefficient of the entropy
+    vf_coef: float = 0.5  # coefficient of the value loss
+    max_grad_norm: float = 0.5  # largest norm of the gradient, actor and critic together
+    target_kl: float | None = None  # no more epochs after one whose approximate KL exceeds this
+    bootstrap_truncated: bool = True  # bootstrap where a time limit has cut an episode
+    init_log_std: float = 0.0  # initial logarithm of the policy's standard deviation
+
+
+SCHEDULES = ("anneal_lr", "anneal_clip")  # flags whose effect depends on --total-timesteps
+
+
+def check_args(args):
+    """Ends the program if the flags can't be used, alone or together."""
+    check(0 <= args.seed < 2**32, "--seed must be from 0 to 2**32 - 1")
+    positive = ("num_threads", "learning_rate", "total_timesteps", "checkpoint_interval")
+    positive += ("eval_episodes", "num_envs", "num_steps", "num_minibatches", "update_epochs")
+    positive += ("clip_coef", "max_grad_norm", "num_workers", "cpus_per_worker")
+    for name in positive:
+        check(getattr(args, name) > 0, f"--{name.replace('_', '-')} must be above 0")
+    check(min(args.hidden_sizes, default=0) > 0, "--hidden-sizes must be numbers above 0")
+    check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
+    check(0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1")
+    whole = args.num_envs % args.num_workers == 0
+    check(whole, "--num-envs must be a multiple of --num-workers")
+    batch_size = args.num_envs * args.num_steps
+    minibatch_size, remainder = divmod(batch_size, args.num_minibatches)
+    check(remainder == 0, "--num-envs x --num-steps must be a multiple of --num-minibatches")
+    check(minibatch_size > 1 or not args.norm_adv, "minibatches of one step need --no-norm-adv")
+    check(batch_size <= args.total_timesteps, f"--total-timesteps is below a rollout, {batch_size}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Run: folder, logs, checkpoints, signals. It is the same text in every script and knows nothing of
+# what is learned: skip it on a first reading.
+# --------------------------------------------------------------------------------------------------
+
+SCRIPT = Path(__file__).name
+
+
+def check(condition, message):
+    """Ends the program with a sentence, code 2, if the input is not as it must be."""
+    if not condition:
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def read_flags():
+    """Returns the flags, and the checkpoint that the run starts from, or None.
+
+    With --resume and --evaluate the flags are those of the old run, where they aren't given again.
+    """
+    sys.path.append("")  # the current folder, for --env-id my_envs:MyEnv-v0
+    args = tyro.cli(Args, description=__doc__.splitlines()[0])
+    old_runs = [run for run in (args.resume, args.evaluate, args.init_from) if run is not None]
+    check(len(old_runs) < 2, "give only one of --resume, --evaluate and --init-from")
+    if not old_runs:
+        return args, None
+    path = Path(old_runs[0])
+    if args.resume or path.is_dir():
+        path = path / "checkpoint.pt"
+    try:  # weights_only: a stranger's file can't run code
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        flags = {name: x for name, x in saved["args"].items() if name in asdict(args)}
+    except Exception as error:  # torch.load raises many kinds
+        check(False, f"{path} is no checkpoint of {SCRIPT}, or damaged: {type(error).__name__}")
+    if args.init_from:
+        return args, saved
+    old_args = replace(Args(**flags), resume=args.resume, evaluate=args.evaluate, init_from=None)
+    args = tyro.cli(Args, default=old_args)
+    if args.resume:
+        script = saved.get("script")
+        check(script == SCRIPT, f"the run was made by {script}: resume it with that script")
+        check_changes(asdict(old_args), asdict(args))
+    return args, saved
+
+
+def check_changes(old, new):
+    """Ends the program if flags of a resumed run, dicts, can't be as they are now."""
+    changed = {name for name in new if new[name] != old[name]}
+    if "total_timesteps" in changed:
+        schedules = [name for name in SCHEDULES if old[name]]
+        advice = "start a new run with --init-from"
+        check(not schedules, f"--total-timesteps can't change with {schedules}: {advice}")
+    free = ("total_timesteps", "capture_video", "checkpoint_interval")
+    free += ("eval_interval", "eval_episodes")
+    fixed = {name: old[name] for name in changed.difference(free)}
+    check(not fixed, f"the run was made with {fixed}: leave these flags out")
+
+
+class Run:
+    """A run on disk, and the signals that stop it.
+
+    The script names the run's parts, loops over iterations(), adds to global_step, logs, and
+    finishes. Iterations and steps are counted from the beginning of the run, not of the process.
+    """
+
+    def __init__(self, args, saved, total_steps):
+        self.args = args
+        self.saved = saved
+        self.total_steps = total_steps
+        self.iteration = 0
+        self.global_step = 0  # all environments together
+        self.wall_seconds = 0.0
+        self.recent_returns = []
+        self.best_return = -math.inf  # of the evaluations during the training
+        self.wandb_id = None
+        self.stop_signal = None
+        self.parts = {"run": self}
+        self.machine = {
+            "torch": str(torch.__version__),
+            "cpu": torch.cpu.get_capabilities().get("cpu_name"),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        }
+        if args.evaluate:
+            path = Path(args.evaluate)
+            self.folder = path if path.is_dir() else path.parent
+            return
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        name = args.run_name or name.replace("/", "-").replace(":", "-")
+        self.folder = Path(args.resume) if args.resume else Path("runs", name)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = FileLock(self.folder / "lock")
+        try:
+            self.lock.acquire(timeout=0)
+        except Timeout:
+            check(False, f"{self.folder} is in use by another process")
+        if not args.resume:
+            self.write_config()
+
+    def write_config(self):
+        """Writes config.json and a copy of the script into the folder of a new run."""
+        is_new = not (self.folder / "checkpoint.pt").exists()
+        check(is_new, f"{self.folder} has a run: --resume it, or choose another --run-name")
+        git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty"
+        versions = {package.name: package.version for package in distributions()}
+        config = {
+            "args": asdict(self.args),
+            "defaults": asdict(Args()),
+            "command": sys.argv,
+            "git_commit": subprocess.getoutput(git),
+            "machine": self.machine,
+            "versions": {"python": platform.python_version(), **versions},
+        }
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2))
+        (self.folder / SCRIPT).write_bytes(Path(__file__).read_bytes())
+
+    def load(self, **parts):
+        """Loads parts, anything with load_state_dict(), from the checkpoint."""
+        try:
+            for name, part in parts.items():
+                part.load_state_dict(self.saved[name])
+        except (LookupError, RuntimeError) as error:
+            check(False, f"the checkpoint is of a run with other sizes or another version: {error}")
+
+    def restore(self, **parts):
+        """Names all that a checkpoint must hold; with --resume, loads it."""
+        self.parts |= parts
+        if self.args.resume:
+            self.load(**self.parts)
+
+    def state_dict(self):
+        names = ("iteration", "global_step", "wall_seconds", "recent_returns", "best_return")
+        state = {name: getattr(self, name) for name in (*names, "wandb_id")}
+        return {**state, "random_state": torch.get_rng_state()}
+
+    def load_state_dict(self, state):
+        torch.set_rng_state(state.pop("random_state"))
+        vars(self).update(state)
+
+    def save(self, filename="checkpoint.pt"):
+        """Writes a checkpoint under another name first: a kill never leaves half a file."""
+        self.writer.flush()
+        self.episodes_file.flush()
+        self.wall_seconds = time.time() - self.start_time
+        checkpoint = {name: part.state_dict() for name, part in self.parts.items()}
+        modules = [part for part in self.parts.values() if isinstance(part, nn.Module)]
+        self.check_finite(*(x for module in modules for x in module.parameters()))
+        checkpoint |= {"script": SCRIPT, "args": asdict(self.args), "machine": self.machine}
+        with open(self.folder / "checkpoint.tmp", "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(self.folder / "checkpoint.tmp", self.folder / filename)
+
+    def open_logs(self):
+        """Opens the logs. What was logged after the checkpoint is cut off: it will come again."""
+        self.episodes_file = open(self.folder / "episodes.csv", "a+", newline="")
+        self.episodes_file.seek(0)
+        size = len(self.episodes_file.readline())  # of the header
+        for row in self.episodes_file:
+            if row.endswith("\n") and int(row.split(",")[0]) <= self.global_step:
+                size += len(row)
+        self.episodes_file.truncate(size)
+        if size == 0:
+            self.episodes_file.write("global_step,wall_seconds,env,return,length,ended_by\n")
+        if self.args.track:
+            import wandb
+
+            run = wandb.init(
+                project=self.args.wandb_project_name,
+                entity=self.args.wandb_entity,
+                config=asdict(self.args),
+                name=self.folder.name,
+                id=self.wandb_id,
+                resume="allow",
+                dir=self.folder,
+                sync_tensorboard=True,
+            )
+            self.wandb_id = run.id
+        self.writer = SummaryWriter(self.folder, purge_step=self.global_step + 1)
+        self.start_time = time.time() - self.wall_seconds  # as if the run had never paused
+
+    def warn(self):
+        """Names what a resume would miss, and what may give this one other bits."""
+        for name, value in vars(sys.modules["__main__"]).items():
+            has_state = hasattr(value, "state_dict") and not isinstance(value, type)
+            if has_state and all(value is not part for part in self.parts.values()):
+                print(f"{name} isn't given to run.restore(), so a resume begins it anew")
+        if self.args.resume and self.saved.get("machine") != self.machine:
+            before = self.saved.get("machine")
+            print(f"goes on, but not to the same bits: {before} before, {self.machine} now")
+
+    def iterations(self):
+        """Yields the numbers of the iterations that are left, and saves the run between them.
+
+        After Ctrl-C or SIGTERM the program ends when the iteration does; after one more Ctrl-C, at
+        once.
+        """
+        self.machine["compiled"] = self.args.compile  # by now False where there is no compiler
+        self.warn()
+        self.open_logs()
+        (self.folder / "evaluation.json").unlink(missing_ok=True)
+        if not self.args.resume:
+            self.save()
+        signal.signal(signal.SIGINT, self.on_signal)
+        signal.signal(signal.SIGTERM, self.on_signal)
+        # A bar on a terminal; elsewhere there is a line for each checkpoint
+        bar = tqdm(total=self.total_steps, initial=self.global_step, unit=" steps", disable=None)
+        while self.global_step < self.total_steps:
+            yield self.iteration
+            self.iteration += 1
+            mean_return = f"return {np.mean(self.recent_returns or [math.nan]):.1f}"
+            bar.set_postfix_str(mean_return, refresh=False)
+            bar.update(self.global_step - bar.n)
+            stop = self.stop_signal
+            done = stop or self.global_step >= self.total_steps
+            if done or self.iteration % self.args.checkpoint_interval == 0:
+                self.save()
+                if bar.disable:
+                    print(f"saved at step {self.global_step}, {mean_return}", flush=True)
+            if stop:
+                bar.close()
+                command = shlex.join(["python", sys.argv[0], "--resume", str(self.folder)])
+                print(f"stopped at step {self.global_step}; go on with: {command}")
+                sys.exit(128 + stop)
+        bar.close()
+        self.writer.close()
+        self.episodes_file.close()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def on_signal(self, signum, frame):
+        if self.stop_signal and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.stop_signal = signum
+        os.write(2, b"\nthe run stops after this iteration, or at once with one more Ctrl-C\n")
+
+    def log_episode(self, step, episode):
+        """Logs an Episode that ended at a step of the run."""
+        values = (step, round(time.time() - self.start_time, 2), *episode[:4])
+        self.episodes_file.write(",".join(map(str, values)) + "\n")
+        self.writer.add_scalar("charts/episodic_return", episode.episode_return, step)
+        self.writer.add_scalar("charts/episodic_length", episode.length, step)
+        self.recent_returns = [*self.recent_returns[-99:], episode.episode_return]
+
+    def log(self, scalars):
+        """Logs numbers by their tags, and the speed."""
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, float(value), self.global_step)
+        sps = int(self.global_step / (time.time() - self.start_time))
+        self.writer.add_scalar("charts/SPS", sps, self.global_step)
+
+    def check_finite(self, *tensors):
+        """Ends a run that has diverged: the last good checkpoint stays."""
+        if not all(torch.isfinite(tensor).all() for tensor in tensors):
+            advice = "try a lower --learning-rate, or look for huge rewards and observations"
+            sys.exit(f"error: a loss or a weight is not finite: {advice}")
+
+    def log_evaluation(self, episodes):
+        """Logs an evaluation during the training; the best so far is kept as best.pt."""
+        mean_return = float(np.mean([episode.episode_return for episode in episodes]))
+        self.writer.add_scalar("eval/episodic_return", mean_return, self.global_step)
+        if mean_return > self.best_return:
+            self.best_return = mean_return
+            self.save("best.pt")
+
+    def finish(self, episodes):
+        """Prints the last evaluation, and writes it, which makes the run a finished one."""
+        returns = [episode.episode_return for episode in episodes]
+        score = f"{np.mean(returns):.1f} +- {np.std(returns):.1f}"
+        print(f"evaluation: {score} over {len(returns)} episodes, deterministic")
+        if not self.args.evaluate:
+            (self.folder / "evaluation.json").write_text(json.dumps({"returns": returns}))
+            print(f"finished: everything is in {self.folder}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Environments
+# --------------------------------------------------------------------------------------------------
+
+
+class ClipAction(gym.ActionWrapper):
+    """Clips a flat action, (action_dim,), to the bounds, and gives it its shape (M8) and dtype."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.low = env.action_space.low
+        self.high = env.action_space.high
+
+    def action(self, action):
+        action = action.reshape(self.low.shape).astype(self.low.dtype, copy=False)
+        return np.minimum(np.maximum(action, self.low), self.high)  # np.clip is slower
+
+
+def float_space(space, env_id):
+    """Returns an observation space with float64 numbers, whose dtype flattening gives to them.
+
+    Ends the program if a part of the space can't become a flat array.
+    """
+    if isinstance(space, gym.spaces.Dict):
+        parts = [(name, float_space(part, env_id)) for name, part in space.items()]
+        return gym.spaces.Dict(parts)  # in their order, which a dict of them would lose
+    if isinstance(space, gym.spaces.Tuple):
+        return gym.spaces.Tuple([float_space(part, env_id) for part in space])
+    if isinstance(space, gym.spaces.Box):
+        return gym.spaces.Box(-np.inf, np.inf, space.shape, np.float64)
+    kinds = gym.spaces.Discrete | gym.spaces.MultiBinary | gym.spaces.MultiDiscrete
+    advice = "gymnasium's Dict, Tuple, Box, Discrete, MultiBinary and MultiDiscrete can be used"
+    check(isinstance(space, kinds), f"{env_id} has {type(space)} in its observations: {advice}")
+    return space
+
+
+def check_env(env, env_id):
+    """Ends the program if the first reset() or step() of an environment returns what it mustn't."""
+    env.action_space.seed(0)
+    results = {"reset()": env.reset(seed=0), "step()": env.step(env.action_space.sample())}
+    for name, result in results.items():
+        length = 2 if name == "reset()" else 5
+        fits = isinstance(result, tuple) and len(result) == length and isinstance(result[-1], dict)
+        check(fits, f"{name} of {env_id} must return {length} values, the last one a dict")
+        if env.observation_space.shape is not None:  # a Dict and a Tuple have none
+            shape = np.shape(result[0])
+            fits = shape == env.observation_space.shape
+            check(fits, f"{name} of {env_id} returns another shape than its space's: {shape}")
+    reward = results["step()"][1]
+    fits = np.ndim(reward) == 0 and np.asarray(reward).dtype.kind in "biuf"
+    check(fits, f"step() of {env_id} must return a number as its reward, not {reward!r}")
+
+
+def make_env(env_id, video_dir=None, max_steps=None):
+    """Makes an environment with its wrappers.
+
+    video_dir: for a film of its first episode; max_steps: where an episode is cut at the latest.
+    """
+    options = {"render_mode": "rgb_array"} if video_dir else {}
+    if video_dir and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # the renderer that needs no display
+    try:
+        env = gym.make(env_id, disable_env_checker=True, **options)
+    except (gym.error.Error, ImportError) as error:
+        check(False, f"can't make {env_id}: {error}")
+    renderer = getattr(env.unwrapped, "mujoco_renderer", None)
+    if renderer and renderer.model.ncam > 0:
+        renderer.camera_id = 0  # the model's own camera, which goes along with the robot
+    action_space = env.action_space
+    fits = isinstance(action_space, gym.spaces.Box) and action_space.dtype.kind == "f"
+    kind = f"{type(action_space)} {action_space}"
+    check(fits, f"{env_id} has the action space {kind}, but this script needs a Box of floats")
+    space = float_space(env.observation_space, env_id)
+    inner = env  # without those wrappers of gymnasium.make that would fail before the sentence
+    while isinstance(inner, gym.wrappers.OrderEnforcing | gym.wrappers.TimeLimit):
+        inner = inner.env
+    check_env(inner, env_id)
+
+    if max_steps:
+        env = gym.wrappers.TimeLimit(env, max_steps)
+    if video_dir:
+        env = gym.wrappers.RecordVideo(env, video_dir, lambda number: number == 0)
+    env = gym.wrappers.TransformReward(env, float)  # sums of float32 numbers would be less exact
+    env = gym.wrappers.RecordEpisodeStatistics(env, stats_key="plainrl_statistics")
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
+        env = gym.wrappers.TransformObservation(env, lambda obs: obs, space)
+        env = gym.wrappers.FlattenObservation(env)
+    return ClipAction(env)
+
+
+class Episode(NamedTuple):
+    """An episode that has ended."""
+
+    env: int  # index of the environment
+    episode_return: float  # sum of the rewards as they came from the environment
+    length: int
+    ended_by: str  # "termination" or "truncation"
+    final_obs: np.ndarray  # its last observation, as the agent sees it
+
+
+class VecEnv:
+    """Environments, stepped one after another; obs: the current observations, (num_envs, ...).
+
+    A step that ends an episode also resets it; its last observation is in the Episode.
+    Given a seed and actions, an environment always does the same. So each is saved as its last seed
+    and the actions since, which are played again to bring it back. To keep them few, it gets a new
+    seed with the first episode that starts steps_per_seed steps or more after the last seed.
+    """
+
+    def __init__(self, envs, seed, dtype, steps_per_seed=1000):
+        self.envs = envs
+        self.action_space = envs[0].action_space
+        self.seeds = np.random.SeedSequence(seed).generate_state(len(envs))
+        self.steps_per_seed = steps_per_seed
+        self.seed_counts = np.zeros(len(envs), np.int64)
+        self.actions = [[] for _ in envs]  # of each environment, since its last seed
+        first_obs = [self.reset_with_new_seed(i) for i in range(len(envs))]
+        # Of that dtype, since reset() may give integers where step() doesn't
+        self.obs = np.stack(first_obs).astype(dtype)
+
+    def reset_with_new_seed(self, i):
+        """Starts an episode of environment i with its next seed; returns its observation."""
+        sequence = np.random.SeedSequence((int(self.seeds[i]), int(self.seed_counts[i])))
+        self.seed_counts[i] += 1
+        self.actions[i] = []
+        seed = int(sequence.generate_state(1)[0]) % 2**31  # some libraries take no larger one
+        return self.envs[i].reset(seed=seed)[0]
+
+    def step_env(self, i, action):
+        """Steps environment i; returns reward, terminated, truncated, and an Episode or None."""
+        obs, reward, terminated, truncated, info = self.envs[i].step(action)
+        self.actions[i].append(action.copy())
+        episode = None
+        if terminated or truncated:
+            # None after a lost life in Atari: the game goes on
+            statistics = info.get("plainrl_statistics")
+            if statistics:
+                ended_by = "termination" if terminated else "truncation"
+                final_obs = np.array(obs, self.obs.dtype)  # a copy: the reset may write over it
+                length = statistics["l"]
+                episode = Episode(i, float(statistics["r"]), length, ended_by, final_obs)
+            if statistics and len(self.actions[i]) >= self.steps_per_seed:
+                obs = self.reset_with_new_seed(i)
+            else:
+                obs, _ = self.envs[i].reset()
+        self.obs[i] = obs
+        return reward, terminated, truncated, episode
+
+    def step(self, actions):
+        """Steps each environment by its row of actions (num_envs, ...).
+
+        Returns the rewards, float64, the terminations and truncations, bool, all (num_envs,), and
+        the episodes that ended.
+        """
+        rewards = np.zeros(len(self.envs))
+        terminations = np.zeros(len(self.envs), bool)
+        truncations = np.zeros(len(self.envs), bool)
+        episodes = []
+        for i, action in enumerate(actions):
+            rewards[i], terminations[i], truncations[i], episode = self.step_env(i, action)
+            if episode:
+                episodes.append(episode)
+        return rewards, terminations, truncations, episodes
+
+    def for_evaluation(self, env_id, seed, video_dir):
+        """Returns a VecEnv of one new environment, for an evaluation."""
+        env = make_env(env_id, video_dir, max_steps=100000)  # some might never end an episode
+        return VecEnv([env], seed, self.obs.dtype)
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+
+    def state_dict(self):
+        return {
+            "seed_counts": torch.tensor(self.seed_counts),
+            "actions": [torch.tensor(np.array(actions)) for actions in self.actions],
+            "obs": torch.tensor(self.obs),
+        }
+
+    def load_state_dict(self, state):
+        self.seed_counts = state["seed_counts"].numpy() - 1  # of the last seed, to be drawn again
+        self.restarted = np.zeros(len(self.envs), bool)
+        for i, actions in enumerate(state["actions"]):
+            self.obs[i] = self.reset_with_new_seed(i)
+            for action in actions.numpy():
+                self.step_env(i, action)
+            if not np.array_equal(self.obs[i], state["obs"][i].numpy()):
+                print(f"environment {i} can't be brought back exactly: it starts a new episode")
+                self.obs[i] = self.reset_with_new_seed(i)
+                self.restarted[i] = True
+
+
+class Worker:
+    """A share of the environments, a slice, in a process that Ray starts.
+
+    number: of rollouts that its environments have seen. A worker that Ray has started in the place
+    of a lost one doesn't know it, and brings its environments back first.
+    """
+
+    def __init__(self, args, share):
+        torch.set_num_threads(1)
+        envs = [make_env(args.env_id) for _ in range(share.start, share.stop)]
+        self.envs = VecEnv(envs, args.seed, np.float64)
+        self.envs.seeds = np.random.SeedSequence(args.seed).generate_state(args.num_envs)[share]
+        self.envs.seed_counts[:] = 0
+        for i in range(len(envs)):
+            self.envs.obs[i] = self.envs.reset_with_new_seed(i)
+        self.number = None
+
+    def bring_back(self, number, state):
+        """Loads a state unless the environments are in it; returns it. None: that of a new run."""
+        if self.number != number and state is not None:
+            self.envs.load_state_dict(state)
+        self.number = number
+        return self.envs.state_dict()
+
+    def play(self, number, state, common, noise):
+        """Plays as many steps as noise has rows (share_size, action_dim), from a state.
+
+        common: the policy and the statistics of observations.
+        Returns for each step its actions, what VecEnv.step returns, and the observations after it;
+        and the state of the environments after the last one.
+        """
+        policy, obs_rms = common
+        self.bring_back(number, state)
+        steps = []
+        for row in noise:
+            obs = obs_rms.normalize(self.envs.obs)
+            # One by one: the bits of a product of matrices depend on how many rows there are
+            actions = [policy(obs[i : i + 1], row[i]) for i in range(len(obs))]
+            actions = np.concatenate(actions)
+            steps.append((actions, *self.envs.step(actions), self.envs.obs.copy()))
+        self.number = number + 1
+        return steps, self.envs.state_dict()
+
+
+class RayVecEnv:
+    """Environments that workers play; obs: their observations, float64 (num_envs, obs_dim).
+
+    The workers play a whole rollout between begin() and finish(). Then step() tells what happened
+    in each step, as VecEnv.step does.
+    """
+
+    def __init__(self, action_space, args):
+        self.action_space = action_space
+        connect(args)
+        size = args.num_envs // args.num_workers
+        self.shares = [slice(i, i + size) for i in range(0, args.num_envs, size)]
+        # Retries without an end, since Ray uses up some while it takes a lost node for a slow one
+        options = {"num_cpus": args.cpus_per_worker, "max_restarts": 100, "max_task_retries": -1}
+        worker_class = ray.remote(**options)(Worker)
+        self.workers = [worker_class.remote(args, share) for share in self.shares]
+        self.number = 0  # of rollouts that the workers have played for this process
+        self.noise = None  # of the rollout that has begun
+        self.results = []  # of the workers that play it, as Ray's references
+        self.bring_back([None] * args.num_workers)
+
+    def bring_back(self, states):
+        """Brings the workers' environments into states, and waits until they are."""
+        calls = zip(self.workers, states)
+        results = [worker.bring_back.remote(self.number, state) for worker, state in calls]
+        self.states = ray.get(results)
+        self.obs = np.concatenate([state["obs"].numpy() for state in self.states])
+
+    def begin(self, player, obs_rms, num_steps):
+        """Lets the workers play, by a copy of player's policy, unless they do already.
+
+        A resumed run has the noise of the rollout that had begun.
+        """
+        if self.results:
+            return
+        if self.noise is None:
+            self.noise = player.noise(num_steps, len(self.obs))
+        common = ray.put((player.policy(), obs_rms))
+        for worker, share, state in zip(self.workers, self.shares, self.states):
+            noise = self.noise[:, share]
+            self.results.append(worker.play.remote(self.number, state, common, noise))
+
+    def finish(self):
+        """Waits for the workers. Yields each step's actions; step() then takes that step."""
+        records, self.states = zip(*ray.get(self.results))
+        self.results = []
+        self.noise = None
+        self.number += 1
+        for parts in zip(*records):
+            actions, rewards, terminations, truncations, episodes, obs = zip(*parts)
+            ended = [
+                episode._replace(env=share.start + episode.env)
+                for share, share_episodes in zip(self.shares, episodes)
+                for episode in share_episodes
+            ]
+            arrays = map(np.concatenate, (rewards, terminations, truncations))
+            self.next = (*arrays, ended), np.concatenate(obs)
+            yield np.concatenate(actions)
+
+    def step(self, actions):
+        outcome, self.obs = self.next
+        return outcome
+
+    def for_evaluation(self, env_id, seed, video_dir):
+        """Returns a VecEnv of one new environment, for an evaluation."""
+        env = make_env(env_id, video_dir, max_steps=100000)  # some might never end an episode
+        return VecEnv([env], seed, self.obs.dtype)
+
+    def close(self):
+        ray.shutdown()
+
+    def state_dict(self):
+        """The environments after the last finished rollout, and the noise of one that has begun."""
+        return {
+            "seed_counts": torch.cat([state["seed_counts"] for state in self.states]),
+            "actions": [actions for state in self.states for actions in state["actions"]],
+            "obs": torch.cat([state["obs"] for state in self.states]),
+            "noise": None if self.noise is None else torch.from_numpy(self.noise),
+        }
+
+    def load_state_dict(self, state):
+        parts = {name: state[name] for name in ("seed_counts", "actions", "obs")}
+        self.number += 1
+        self.bring_back([{name: x[share] for name, x in parts.items()} for share in self.shares])
+        self.restarted = (self.obs != state["obs"].numpy()).any(1)
+        self.noise = None if state["noise"] is None else state["noise"].numpy()
+
+
+def connect(args):
+    """Joins the Ray cluster at --address, or starts one here. Ends the program if it can't."""
+    try:
+        if ":" in (args.address or ""):  # Ray would try for minutes
+            host, _, port = args.address.rpartition(":")
+            socket.create_connection((host, port), timeout=10).close()
+        ray.init(args.address or "local", include_dashboard=False, logging_level="error")
+    except (OSError, RuntimeError, ValueError) as error:
+        check(False, f"can't reach a Ray cluster at {args.address}: {error}")
+    cpus = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+    room = sum(int(x / args.cpus_per_worker + 1e-6) for x in cpus)  # 1 has room for 10 of 0.1
+    advice = "lower --num-workers or --cpus-per-worker"
+    check(args.num_workers <= room, f"the cluster has room for {room} workers: {advice}")
+
+
+class RunningMeanStd:
+    """Mean and variance of all samples seen, float64 (baselines common/running_mean_std.py)."""
+
+    def __init__(self, shape):
+        self.mean = np.zeros(shape)
+        self.var = np.ones(shape)
+        self.count = np.array(1e-4)
+
+    def update(self, batch):
+        """Adds a batch (n, *shape), float64."""
+        n = len(batch)
+        mean = batch[0]
+        squares = 0.0
+        if n > 1:
+            mean = np.add.reduce(batch) / n  # np.mean and np.var take three times as long
+            squares = np.add.reduce((batch - mean) ** 2)
+        delta = mean - self.mean
+        total = self.count + n
+        squares = squares + delta * delta * (self.count * n / total)
+        self.mean = self.mean + delta * (n / total)
+        self.var = (self.var * self.count + squares) / total
+        self.count = total
+
+    def normalize(self, x):
+        """x (..., *shape) in standard deviations from the mean, clipped to 10 (M2), float32."""
+        x = (x - self.mean) / np.sqrt(self.var + 1e-8)
+        return np.minimum(np.maximum(x, -10.0), 10.0).astype(np.float32)
+
+    def state_dict(self):
+        return {name: torch.tensor(x) for name, x in vars(self).items()}
+
+    def load_state_dict(self, state):
+        for name, x in state.items():
+            setattr(self, name, x.numpy())
+
+
+class VecNormalize:
+    """Normalises what a VecEnv gives, as openai/baselines does (vec_env/vec_normalize.py).
+
+    Observations: by obs_rms, which counts each current one once, those of resets too, but no final
+    ones (M1). Where obs_rms is given, for an evaluation, it is used but not changed.
+    Rewards: by the standard deviation of the discounted return, which restarts at 0 after an
+    episode (M3). obs: the current observations, float32 (num_envs, obs_dim).
+    """
+
+    def __init__(self, envs, gamma=0.99, obs_rms=None):
+        self.envs = envs
+        self.action_space = envs.action_space
+        self.gamma = gamma
+        self.training = obs_rms is None
+        self.obs_rms = obs_rms or RunningMeanStd(envs.obs.shape[1])
+        self.return_rms = RunningMeanStd(())
+        self.discounted_returns = np.zeros(len(envs.obs))
+        self.observe()
+
+    def observe(self):
+        """Sets obs from the environments' own."""
+        if self.training:
+            self.obs_rms.update(self.envs.obs)
+        self.obs = self.obs_rms.normalize(self.envs.obs)
+
+    def step(self, actions):
+        """As VecEnv.step, but the rewards and the episodes' final observations are normalised."""
+        rewards, terminations, truncations, episodes = self.envs.step(actions)
+        self.discounted_returns = self.discounted_returns * self.gamma + rewards
+        self.return_rms.update(self.discounted_returns)
+        rewards = rewards / math.sqrt(self.return_rms.var + 1e-8)
+        rewards = np.minimum(np.maximum(rewards, -10.0), 10.0)  # M4
+        self.observe()
+        for k, episode in enumerate(episodes):
+            self.discounted_returns[episode.env] = 0.0
+            final_obs = self.obs_rms.normalize(episode.final_obs)
+            episodes[k] = episode._replace(final_obs=final_obs)
+        return rewards, terminations, truncations, episodes
+
+    def for_evaluation(self, env_id, seed, video_dir):
+        """Returns the same of one new environment, with the statistics as they are."""
+        envs = self.envs.for_evaluation(env_id, seed, video_dir)
+        return VecNormalize(envs, obs_rms=self.obs_rms)
+
+    def close(self):
+        self.envs.close()
+
+    def state_dict(self):
+        return {
+            "envs": self.envs.state_dict(),
+            "obs_rms": self.obs_rms.state_dict(),
+            "return_rms": self.return_rms.state_dict(),
+            "discounted_returns": torch.tensor(self.discounted_returns),
+        }
+
+    def load_state_dict(self, state):
+        self.envs.load_state_dict(state["envs"])
+        self.load_statistics(state)
+        self.discounted_returns = state["discounted_returns"].numpy()
+        self.discounted_returns[self.envs.restarted] = 0.0
+
+    def load_statistics(self, state):
+        """Loads only what an evaluation or another run can use."""
+        self.obs_rms.load_state_dict(state["obs_rms"])
+        self.return_rms.load_state_dict(state["return_rms"])
+        self.obs = self.obs_rms.normalize(self.envs.obs)
+
+
+# --------------------------------------------------------------------------------------------------
+# Networks
+# --------------------------------------------------------------------------------------------------
+
+
+def layer_init(layer, std=math.sqrt(2), bias_const=0.0):
+    """Orthogonal weights of gain std, constant bias (G9; baselines a2c/utils.py)."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+def mlp(inputs, hidden_sizes, outputs, std):
+    """Tanh layers (M6) and a linear one of gain std."""
+    layers = []
+    for size in hidden_sizes:
+        layers += [layer_init(nn.Linear(inputs, size)), nn.Tanh()]
+        inputs = size
+    return nn.Sequential(*layers, layer_init(nn.Linear(inputs, outputs), std))
+
+
+def numpy_mlp(network):
+    """A network, with a copy of its weights, as a function of arrays (n, inputs) -> (n, outputs).
+
+    During a rollout the weights are frozen, and on a few observations numpy takes 10 us where
+    PyTorch takes 45. Networks of other layers than these play in PyTorch.
+    """
+    if not all(isinstance(layer, nn.Linear | nn.Tanh | nn.ReLU) for layer in network):
+        network = copy.deepcopy(network).cpu().requires_grad_(False)
+        return lambda x: network(torch.from_numpy(x)).numpy()
+
+    def numpy_layer(layer):
+        if isinstance(layer, nn.Tanh):
+            return np.tanh
+        if isinstance(layer, nn.ReLU):
+            return lambda x: np.maximum(x, 0.0)
+        weight = layer.weight.detach().cpu().numpy().T.copy()
+        bias = layer.bias.detach().cpu().numpy()[None].copy()
+        return lambda x: x.dot(weight) + bias  # faster than x @ weight + bias
+
+    layers = [numpy_layer(layer) for layer in network]
+
+    def forward(x):
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    return forward
+
+
+class Agent(nn.Module):
+    """Policy and value in separate networks (M7).
+
+    The standard deviation does not depend on the observation (M5).
+    """
+
+    def __init__(self, obs_dim, action_dim, hidden_sizes, init_log_std=0.0):
+        super().__init__()
+        self.critic = mlp(obs_dim, hidden_sizes, 1, std=1.0)
+        self.actor_mean = mlp(obs_dim, hidden_sizes, action_dim, std=0.01)
+        self.actor_logstd = nn.Parameter(torch.full((1, action_dim), init_log_std))
+
+    def forward(self, obs, actions):
+        """obs (n, obs_dim), actions (n, action_dim) -> logprobs, entropy, values, each (n,)."""
+        # The normal distribution written out, which takes less time than torch.distributions
+        log_sqrt_2pi = 0.5 * math.log(2 * math.pi)
+        noise = (actions - self.actor_mean(obs)) / self.actor_logstd.exp()
+        logprobs = (-0.5 * noise**2 - self.actor_logstd - log_sqrt_2pi).sum(1)
+        entropy = (self.actor_logstd + 0.5 + log_sqrt_2pi).sum(1).expand(len(obs))
+        return logprobs, entropy, self.value(obs)
+
+    def value(self, obs):
+        """obs (n, obs_dim) -> values (n,)."""
+        return self.critic(obs).squeeze(1)
+
+    def noise(self, num_steps, num_envs):
+        """Standard normal noise for the actions of a rollout, an array."""
+        return torch.randn(num_steps, num_envs, self.actor_logstd.shape[1]).numpy()
+
+    def policy(self):
+        """The policy, with a copy of its weights, as a function of arrays.
+
+        obs (n, obs_dim), a row of noise (n, action_dim) -> actions; with noise 0.0 their means.
+        """
+        mean = numpy_mlp(self.actor_mean)
+        std = self.actor_logstd.detach().cpu().exp().numpy()
+        return lambda obs, noise: mean(obs) + std * noise
+
+
+# --------------------------------------------------------------------------------------------------
+# PPO
+# --------------------------------------------------------------------------------------------------
+
+PER_CALL = 2  # minibatches in a compiled call: faster than one; four compile for too long
+METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+
+
+def rollout(player, envs, num_steps):
+    """Has the workers play num_steps in each environment (G10), unless they have begun.
+
+    Returns arrays (num_steps, num_envs, ...): obs and actions as they are, float32 rewards, bool
+    terminations and truncations; and the episodes that ended, in pairs: the last step, counted in
+    this rollout, and the Episode.
+    """
+    envs.envs.begin(player, envs.obs_rms, num_steps)
+    obs_rms = copy.copy(envs.obs_rms)  # as the workers have it: the steps below go on with it
+    steps = []
+    episodes = []
+    for step, actions in enumerate(envs.envs.finish()):
+        obs = obs_rms.normalize(envs.envs.obs)
+        rewards, terminations, truncations, ended = envs.step(actions)
+        steps.append((obs, actions, rewards, terminations, truncations))
+        episodes += [(step, episode) for episode in ended]
+    obs, actions, rewards, terminations, truncations = map(np.array, zip(*steps))
+    return obs, actions, rewards.astype(np.float32), terminations, truncations, episodes
+
+
+def compute_advantages(rewards, values, next_values, terminations, dones, gamma, gae_lambda):
+    """Generalized advantage estimation (G2): https://arxiv.org/abs/1506.02438.
+
+    All arrays (num_steps, num_envs), float32 or bool. next_values: of the observation that truly
+    followed each step, before any reset; after a termination they don't count. The sum ends with
+    the episode, at dones.
+    """
+    deltas = rewards + gamma * np.where(terminations, 0.0, next_values) - values
+    decays = gamma * gae_lambda * ~dones  # float64, and so is the running sum
+    advantages = np.zeros_like(deltas)
+    advantage = np.zeros_like(deltas[0])
+    for step in reversed(range(len(deltas))):
+        advantage = deltas[step] + decays[step] * advantage
+        advantages[step] = advantage
+    return advantages
+
+
+def predict(agent, obs, actions, last_obs, episodes, device):
+    """Values and log-probabilities of a rollout in one pass, since its weights were frozen.
+
+    Arrays: obs and actions (num_steps, num_envs, ...); last_obs (num_envs, obs_dim): the current
+    observations; episodes: those that ended, as of rollout. Returns the batch, tensors (n, ...),
+    its values as an array (num_steps, num_envs), and next_values: a step's next value is that of
+    the following step, but after an episode's end that of its final observation.
+    """
+    batch = {
+        "obs": torch.from_numpy(obs).flatten(0, 1).to(device),
+        "actions": torch.from_numpy(actions).flatten(0, 1).to(device),
+    }
+    bootstrap_obs = np.stack([*last_obs, *(episode.final_obs for _, episode in episodes)])
+    with torch.no_grad():
+        # In pieces, which fit into the processor's caches
+        pieces = zip(batch["obs"].chunk(8), batch["actions"].chunk(8))
+        outputs = zip(*(agent(*piece) for piece in pieces))
+        batch["logprobs"], _, batch["values"] = map(torch.cat, outputs)
+        bootstrap_values = agent.value(torch.from_numpy(bootstrap_obs).to(device)).cpu().numpy()
+    values = batch["values"].cpu().numpy().reshape(obs.shape[:2])
+    last_values, final_values = np.split(bootstrap_values, [len(last_obs)])
+    next_values = np.concatenate((values[1:], last_values[None]))
+    for (step, episode), final_value in zip(episodes, final_values):
+        next_values[step, episode.env] = final_value
+    return batch, values, next_values
+
+
+def explained_variance(values, returns):
+    """1 - Var[returns - values] / Var[returns], arrays; nan where all returns are equal."""
+    variance = np.var(returns)
+    if variance == 0:
+        return np.nan
+    return 1 - np.var(returns - values) / variance
+
+
+def ppo_loss(agent, batch, coefs, args):
+    """PPO's loss on a minibatch: returns it and its metrics, float32 (6,).
+
+    batch: obs and actions as the agent takes them, and logprobs, advantages, returns, values (n,).
+    """
+    clip_coef = coefs["clip_coef"]
+    logprobs, entropy, values = agent(batch["obs"], batch["actions"])
+    logratio = logprobs - batch["logprobs"]
+    ratio = logratio.exp()
+
+    advantages = batch["advantages"]
+    if args.norm_adv:  # G3
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    clipped_ratio = torch.clamp(ratio, 1 - clip_coef, 1 + clip_coef)
+    policy_loss = torch.max(-advantages * ratio, -advantages * clipped_ratio).mean()  # G1
+
+    value_losses = (values - batch["returns"]) ** 2
+    if args.clip_vloss:  # G4
+        change = torch.clamp(values - batch["values"], -clip_coef, clip_coef)
+        clipped_values = batch["values"] + change
+        value_losses = torch.max(value_losses, (clipped_values - batch["returns"]) ** 2)
+    value_loss = 0.5 * value_losses.mean()
+
+    entropy = entropy.mean()
+    loss = policy_loss - coefs["ent_coef"] * entropy + coefs["vf_coef"] * value_loss  # G5
+
+    old_approx_kl = (-logratio).mean()
+    approx_kl = ((ratio - 1) - logratio).mean()  # http://joschu.net/blog/kl-approx.html
+    clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
+    metrics = (policy_loss, value_loss, entropy, old_approx_kl, approx_kl, clipfrac)
+    return loss, torch.stack(metrics).detach()
+
+
+def clip_grads(grads, max_norm):
+    """Scales gradients down to the norm max_norm if theirs, all together, is larger (G8)."""
+    norm = torch.stack([grad.norm() for grad in grads]).norm()
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return [grad * scale for grad in grads]
+
+
+class Adam(nn.Module):
+    """Adam with tensors for all that changes, so that a step compiles together with the loss.
+
+    torch.optim.Adam takes four times as long there. An nn.Module for its state_dict().
+    """
+
+    def __init__(self, params, eps):
+        super().__init__()
+        self.params = [param for param in params if param.requires_grad]
+        self.eps = eps
+        self.register_buffer("steps", torch.zeros((), device=self.params[0].device))
+        self.exp_avg = nn.ParameterList(torch.zeros_like(x) for x in self.params)
+        self.exp_avg_sq = nn.ParameterList(torch.zeros_like(x) for x in self.params)
+
+    @torch.no_grad()
+    def step(self, grads, lr):
+        self.steps += 1
+        correction = torch.sqrt(1 - 0.999**self.steps)
+        step_size = lr / (1 - 0.9**self.steps)
+        for param, grad, m, v in zip(self.params, grads, self.exp_avg, self.exp_avg_sq):
+            m.lerp_(grad, 0.1)
+            v.lerp_(grad * grad, 0.001)
+            param -= step_size * m / (v.sqrt() / correction + self.eps)
+
+
+def update_minibatches(optimizer, agent, batch, indices, coefs, args):
+    """A step of Adam for each row of indices (k, minibatch_size); returns sums of the metrics."""
+    total = 0.0
+    for row in indices.unbind():
+        minibatch = {name: x[row] for name, x in batch.items()}
+        loss, metrics = ppo_loss(agent, minibatch, coefs, args)
+        grads = torch.autograd.grad(loss, optimizer.params)
+        optimizer.step(clip_grads(grads, coefs["max_grad_norm"]), coefs["lr"])
+        total = total + metrics
+    return total
+
+
+def update(step_minibatches, optimizer, agent, batch, coefs, args):
+    """PPO's epochs over a batch; returns the metrics, averaged over all minibatches.
+
+    step_minibatches: update_minibatches, compiled or not.
+    """
+    epochs = []
+    for _ in range(args.update_epochs):
+        indices = torch.randperm(len(batch["obs"])).view(args.num_minibatches, -1)  # G7
+        indices = indices.to(batch["obs"].device)
+        total = 0.0
+        for rows in indices.split(math.gcd(args.num_minibatches, PER_CALL)):
+            total = total + step_minibatches(optimizer, agent, batch, rows, coefs, args)
+        epochs.append(total / args.num_minibatches)
+        approx_kl = epochs[-1][METRICS.index("approx_kl")]
+        if args.target_kl is not None and approx_kl > args.target_kl:  # X3
+            break
+    return torch.stack(epochs).mean(0).cpu()
+
+
+def compile_or_not(function, args, device):
+    """Returns function compiled, or as it is with --no-compile.
+
+    Where no compiler works it also sets args.compile = False, so that a resume has the same bits
+    everywhere.
+    """
+    if not args.compile:
+        return function
+    print(f"compiling {function.__name__}: up to half a minute, the first time", flush=True)
+    options = {}
+    if device.type == "cpu":
+        # Without the threshold, inductor computes beta ** steps again for every eight weights
+        options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}
+    try:  # on something small
+        torch.compile(torch.sin, options=options)(torch.ones(1, device=device))
+    except Exception as error:  # whatever is missing (compiler, headers, cache) is in the message
+        print(f"running without compilation, slower: {error}")
+        args.compile = False
+        return function
+    torch._dynamo.config.trace_autograd_ops = True  # else it can't compile torch.autograd.grad
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+
+
+def evaluate(agent, envs, args, video_dir, step=None):
+    """Plays --eval-episodes episodes with deterministic actions; returns them.
+
+    In an environment of its own, with other seeds than the training's envs, and during the
+    training (at a step) with others each time, so that best.pt isn't the best at a few starts.
+    """
+    seed = (args.seed, 1) if step is None else (args.seed, 2, step)
+    if video_dir:
+        video_dir = video_dir / ("end" if step is None else f"step-{step}")
+    envs = envs.for_evaluation(args.env_id, seed, video_dir)
+    policy = agent.policy()
+    episodes = []
+    while len(episodes) < args.eval_episodes:
+        _, _, _, ended = envs.step(policy(envs.obs, 0.0))
+        episodes += ended
+    envs.close()
+    return episodes
+
+
+# --------------------------------------------------------------------------------------------------
+# Training
+# --------------------------------------------------------------------------------------------------
+
+if __name__ == "__main__":
+    args, saved = read_flags()
+    check_args(args)
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+    torch.set_num_threads(args.num_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    random.seed(args.seed)  # some environments draw from these two, which a resume doesn't restore
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = args.total_timesteps // batch_size
+    envs = VecEnv([make_env(args.env_id)], args.seed, np.float64)
+    if not args.evaluate:
+        envs = RayVecEnv(envs.action_space, args)
+    envs = VecNormalize(envs, args.gamma)
+    obs_dim = envs.obs.shape[1]
+    action_dim = gym.spaces.flatdim(envs.action_space)
+    agent = Agent(obs_dim, action_dim, args.hidden_sizes, args.init_log_std).to(device)
+    run = Run(args, saved, num_iterations * batch_size)
+    video_dir = run.folder / "videos" if args.capture_video else None
+    if args.evaluate or args.init_from:
+        run.load(agent=agent)
+        envs.load_statistics(saved["envs"])
+    if args.evaluate:
+        run.finish(evaluate(agent, envs, args, video_dir))
+        sys.exit()
+    optimizer = Adam(agent.parameters(), eps=1e-5)  # G11
+    player = copy.deepcopy(agent)  # the agent as the workers have it
+    run.restore(agent=agent, optimizer=optimizer, envs=envs, player=player)
+    step_minibatches = compile_or_not(update_minibatches, args, device)
+
+    for iteration in run.iterations():  # counted from 0
+        remaining = 1.0 - iteration / num_iterations
+        coefs = {
+            "lr": args.learning_rate * (remaining if args.anneal_lr else 1.0),  # G6
+            "clip_coef": args.clip_coef * (remaining if args.anneal_clip else 1.0),  # X1
+            "ent_coef": args.ent_coef,
+            "vf_coef": args.vf_coef,
+            "max_grad_norm": args.max_grad_norm,
+        }
+        # As tensors: for each new float the compiled update would be compiled again
+        coefs = {name: torch.tensor(value, device=device) for name, value in coefs.items()}
+
+        if iteration == 0 or not args.overlap:
+            player.load_state_dict(agent.state_dict())
+        obs, actions, rewards, terminations, truncations, episodes = rollout(
+            player, envs, args.num_steps
+        )
+        batch, values, next_values = predict(player, obs, actions, envs.obs, episodes, device)
+        if args.overlap:
+            player.load_state_dict(agent.state_dict())
+            envs.envs.begin(player, envs.obs_rms, args.num_steps)
+        dones = terminations | truncations
+        if not args.bootstrap_truncated:
+            terminations = dones
+        advantages = compute_advantages(
+            rewards, values, next_values, terminations, dones, args.gamma, args.gae_lambda
+        )
+        returns = advantages + values
+        batch["advantages"] = torch.from_numpy(advantages).flatten().to(device)
+        batch["returns"] = torch.from_numpy(returns).flatten().to(device)
+        metrics = update(step_minibatches, optimizer, agent, batch, coefs, args)
+
+        run.check_finite(metrics)
+        for step, episode in episodes:
+            run.log_episode(run.global_step + (step + 1) * args.num_envs, episode)
+        run.global_step += batch_size
+        scalars = {f"losses/{name}": value for name, value in zip(METRICS, metrics, strict=True)}
+        scalars["losses/explained_variance"] = explained_variance(values, returns)
+        scalars["charts/learning_rate"] = coefs["lr"]
+        run.log(scalars)
+        if args.eval_interval > 0 and (iteration + 1) % args.eval_interval == 0:
+            run.log_evaluation(evaluate(agent, envs, args, video_dir, run.global_step))
+
+    envs.close()
+    run.finish(evaluate(agent, envs, args, video_dir))
