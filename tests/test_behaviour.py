@@ -115,6 +115,7 @@ ALL = SETTINGS | {
     "pqn_atari": (f"{GAME} --exploration-fraction 0", "--total-timesteps 48"),
     "ppo_pettingzoo": (f"--env-id parallel_toys.mortal {PPO}", "--total-timesteps 750"),
     "ppo_atari_multigpu": (GAME, "--total-timesteps 48"),
+    "ppo_continuous_action_ray": (f"--env-id toys:Continuous-v0 {PPO}", "--total-timesteps 750"),
 }
 VALUES = {"dqn", "dqn_atari", "c51_atari"}
 every_script = pytest.mark.parametrize("script", ALL, indirect=True)
@@ -893,6 +894,7 @@ DEFAULTS = {
         "ent_coef": 0.0,
         "init_log_std": 0.0,
     },
+    "ppo_continuous_action_ray": {"num_envs": 8, "num_steps": 256, "overlap": False},
     "a2c": HIDDEN
     | {
         "learning_rate": 7e-4,

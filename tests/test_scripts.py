@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Definitions that may differ: how many texts there are of each, and why
 DIFFERENT = {
-    "Args": (21, "the flags of the algorithm; its common flags are compared one by one"),
+    "Args": (22, "the flags of the algorithm; its common flags are compared one by one"),
     "SCHEDULES": (5, "which flags there are"),
-    "check_args": (16, "what the algorithm's flags may be"),
+    "check_args": (17, "what the algorithm's flags may be"),
     "check_env": (3, "actions to try, where there are masks (ppo_mask); many agents"),
     "make_env": (7, "kinds of spaces, and the wrappers for them"),
     "Episode": (2, "an agent's part of a game (ppo_pettingzoo)"),
@@ -27,7 +27,7 @@ DIFFERENT = {
     "Player": (2, "the head stays float32 (pqn_atari)"),
     "METRICS": (8, "what is learned"),
     "PER_CALL": (3, "what fits into one compiled call"),
-    "rollout": (3, "whole episodes (vpg); a memory"),
+    "rollout": (4, "whole episodes (vpg); a memory; workers that play (Ray)"),
     "predict": (3, "no log-probabilities (a2c, pqn)"),
     "ppo_loss": (5, "a penalty (ppo_penalty); a memory; many processes; agents that have ended"),
     "update_minibatches": (3, "PyTorch's Adam where nothing is compiled (a memory); a loss (pqn)"),
@@ -60,6 +60,7 @@ MAIN_BLOCKS = {
     ("ppo", "a2c"): 10,
     ("ppo", "pqn"): 18,
     ("ppo_continuous_action", "ppo_atari"): 10,
+    ("ppo_continuous_action", "ppo_continuous_action_ray"): 22,
     ("ppo_atari", "ppo_atari_vector"): 12,
     ("ppo_atari_vector", "pqn_atari"): 18,
     ("ppo_atari_vector", "ppo_atari_multigpu"): 46,

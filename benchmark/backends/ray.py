@@ -55,9 +55,7 @@ class Backend:
         try:
             import ray
         except ImportError:
-            raise BackendError(
-                "Ray isn't installed: `pip install -r requirements-sweep.txt`"
-            ) from None
+            raise BackendError("Ray isn't installed: `pip install -r requirements.txt`") from None
         where = {"address": flags.ray_address}
         if not flags.ray_address:
             where = {"num_cpus": len(usable_cores()), "num_gpus": len(usable_gpus())}

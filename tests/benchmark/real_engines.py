@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import differences, load_checkpoint
 
 from benchmark.suite import read_suite
 from benchmark.task import read_evaluation
@@ -380,6 +381,47 @@ def test_slurm_scancel_lets_a_run_save(slurm, lab):
     assert code == 1 and "1 begun" in said
     assert lab.run_sweep("--backend", "slurm")[0] == 0
     lab.assert_done_once(*GATES)
+
+
+SLOW = """
+import time
+
+import gymnasium as gym
+from gymnasium.envs.classic_control.pendulum import PendulumEnv
+
+
+class Slow(PendulumEnv):
+    def step(self, action):
+        time.sleep(0.005)
+        return super().step(action)
+
+
+gym.register("Slow-v0", Slow, max_episode_steps=60)
+"""
+
+
+def test_ray_node_killed_in_mid_rollout(ray_cluster, tmp_path):
+    """Its worker plays again on the other node; the bits are those of a run of its own Ray."""
+    cluster, node = ray_cluster
+    (tmp_path / "my_slow.py").write_text(SLOW)
+    flags = "--env-id my_slow:Slow-v0 --no-compile --num-envs 4 --num-steps 50 --num-minibatches 4"
+    flags += " --total-timesteps 2400 --eval-episodes 1 --checkpoint-interval 2"
+    command = [sys.executable, ROOT / "ppo_continuous_action_ray.py", *flags.split()]
+    command += ["--cpus-per-worker", "0.5", "--run-name"]
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "alone"], cwd=tmp_path, env=env, check=True)
+    words = ["killed", "--address", cluster.address]
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*command, *words], cwd=tmp_path, env=env, stdout=file, stderr=file
+        )
+    checkpoint = tmp_path / "runs/killed/checkpoint.pt"
+    wait_for(lambda: checkpoint.exists() and load_checkpoint(checkpoint.parent)["run"]["iteration"])
+    cluster.remove_node(node, allow_graceful=False)
+    assert process.wait() == 0
+    assert "the task will be retried" in log.read_text()
+    assert differences(tmp_path / "runs/alone", tmp_path / "runs/killed") == []
 
 
 def test_ray_node_killed(ray_cluster, whole, tmp_path):
