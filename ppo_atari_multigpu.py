@@ -50,6 +50,7 @@ import random
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -58,6 +59,10 @@ from datetime import timedelta
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
+
+# Linux kills this process when torchrun is killed. Before the imports, which take seconds
+if sys.platform == "linux" and "RANK" in os.environ:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
 
 # PyTorch's threads are to wait briefly and then sleep, else a busy program beside this one costs
 # most of its speed. Read when torch is imported
@@ -75,8 +80,10 @@ from filelock import FileLock, Timeout
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-RANK = int(os.environ.get("RANK", 0))  # of this process among all, whatever its machine
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # the number of processes
+# As torchrun sets them
+LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+RANK = int(os.environ["RANK"]) if LAUNCHED else 0  # of this process among all, on all machines
+WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if LAUNCHED else 1  # the number of processes
 
 # --------------------------------------------------------------------------------------------------
 # Flags
@@ -758,9 +765,11 @@ class Player:
 
 
 def join():
-    """Joins the other processes, and waits until all have. When torchrun is killed, so are they."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+    """Joins the other processes, and waits until all have."""
+    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+        # Fails where torchrun has been killed already: the next line would wait for it
+        address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        socket.create_connection(address, timeout=30).close()
     # gloo for tensors on the CPU, NCCL for those on GPUs. Others wait while rank 0 evaluates
     dist.init_process_group(timeout=timedelta(days=1))
 
@@ -800,7 +809,8 @@ def iterations_together(run):
         for number in run.iterations():
             dist.broadcast(torch.tensor(number), 0)
             yield number
-    except SystemExit:  # it was stopped
+    except SystemExit:  # it was stopped, and has said how to go on with python
+        print("with torchrun, as it was started, in the place of python")
         dist.broadcast(iteration, 0)
         raise
     dist.broadcast(iteration, 0)
@@ -1078,8 +1088,8 @@ if __name__ == "__main__":
     args, saved = read_flags()
     check_args(args)
     advice = "torchrun --standalone --nproc-per-node=2 ppo_atari_multigpu.py --env-id ..."
-    check("RANK" in os.environ or args.evaluate, f"training is started by torchrun: {advice}")
-    check("RANK" not in os.environ or not args.evaluate, "--evaluate needs no torchrun: use python")
+    check(LAUNCHED or args.evaluate, f"training is started by torchrun: {advice}")
+    check(not LAUNCHED or not args.evaluate, "--evaluate needs no torchrun: use python")
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
     if device.type == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", 0))  # among the processes of this machine

@@ -1,7 +1,9 @@
-"""Environments for experiments that Gymnasium has no id for: some of its own without velocities.
+"""Environments for experiments that Gymnasium has no id for: some of its own, changed.
 
 --env-id benchmark.environments:MaskedCartPole-v1
 """
+
+import time
 
 import gymnasium as gym
 from gymnasium.envs.classic_control import CartPoleEnv, PendulumEnv
@@ -35,6 +37,16 @@ MaskedCartPole = mask(CartPoleEnv, [0, 2])  # position of the cart, angle of the
 MaskedPendulum = mask(PendulumEnv, [0, 1])  # cosine and sine of the angle
 MaskedHalfCheetah = mask(HalfCheetahEnv, list(range(8)))  # height, and angles
 
+
+class SlowPendulum(PendulumEnv):
+    """It takes 5 ms a step without a core, as a simulator on another machine might."""
+
+    def step(self, action):
+        time.sleep(0.005)
+        return super().step(action)
+
+
+gym.register("SlowPendulum-v1", SlowPendulum, max_episode_steps=200)
 gym.register("MaskedCartPole-v1", MaskedCartPole, max_episode_steps=500)
 gym.register("MaskedPendulum-v1", MaskedPendulum, max_episode_steps=200)
 gym.register("MaskedHalfCheetah-v5", MaskedHalfCheetah, max_episode_steps=1000)

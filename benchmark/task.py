@@ -81,6 +81,13 @@ def last_line(log):
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
+def last_error(log):
+    """The last line that begins with "error: ", before what torchrun says about it; or the last."""
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    errors = [line for line in lines if line.startswith("error: ")]
+    return errors[-1] if errors else last_line(log)
+
+
 class Task:
     """A run of a suite in the folder of a sweep, and the process that does it."""
 
@@ -116,8 +123,8 @@ class Task:
         if self.stopping or code == STOPPED:
             return STOPPED
         if self.run_dir.exists():
-            error = f"{last_line(self.log)} (exit code {code})\n"
-            (self.run_dir / "failed").write_text(error)
+            find = last_error if self.run.processes else last_line
+            (self.run_dir / "failed").write_text(f"{find(self.log)} (exit code {code})\n")
         return BAD_INPUT if code == BAD_INPUT else FAILED
 
     def attempt(self):

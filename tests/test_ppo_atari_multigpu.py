@@ -3,6 +3,7 @@
 What it shares with ppo_atari_vector.py, letter for letter, is tested there.
 """
 
+import ctypes
 import os
 import shlex
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,15 +41,17 @@ FLAGS = (
 )  # 10 iterations
 
 
+ENV = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "RANK": 0, "WORLD_SIZE": 2}
+
+
 def start(server, cwd, flags, processes):
     """Starts processes as torchrun starts them, each on a machine of its own: forks, by rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     cwd.mkdir(exist_ok=True)
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": processes}
-    ranks = range(processes)
-    return [server.start(SCRIPT, cwd, flags, RANK=i, LOCAL_RANK=0, **env) for i in ranks]
+    env = ENV | {"MASTER_PORT": port, "WORLD_SIZE": processes, "LOCAL_RANK": 0}
+    return [server.start(SCRIPT, cwd, flags, **(env | {"RANK": i})) for i in range(processes)]
 
 
 def run(server, cwd, flags, processes):
@@ -210,6 +214,7 @@ def test_different_weights_end_the_run(monkeypatch, differ):
     ppo.check_equal(agent)
     if not differ:
         ppo.check_equal(agent)
+        assert checksums[0] == checksums[1]
         return
     with torch.no_grad():
         agent.weight[1, 1] = torch.nextafter(agent.weight[1, 1], torch.tensor(9.0))
@@ -234,13 +239,15 @@ def test_a_killed_rank_ends_the_others_and_a_resume_has_equal_bits(server, runs,
 
 
 def wait_for_iteration(folder, number):
-    while True:
+    end = time.time() + 120
+    while time.time() < end:
         try:
             if load_checkpoint(folder)["run"]["iteration"] >= number:
                 return
         except FileNotFoundError:
             pass
         time.sleep(0.02)
+    pytest.fail(f"no iteration {number}")
 
 
 def test_sigterm_saves_and_another_number_of_processes_goes_on(server, runs, tmp_path):
@@ -267,7 +274,8 @@ def test_init_from_gives_all_processes_the_old_weights(server, runs, tmp_path):
     assert all(torch.allclose(new[name], old[name], atol=1e-6) for name in old)
 
 
-def test_torchrun_takes_its_processes_along(tmp_path):
+@pytest.mark.parametrize("moment", ["start", "training"])
+def test_torchrun_takes_its_processes_along(tmp_path, moment):
     """When it is killed, they end, wherever they are."""
     words = f"-m torch.distributed.run --standalone --nproc-per-node=2 {SCRIPT} {FLAGS}"
     process = subprocess.Popen(
@@ -276,13 +284,19 @@ def test_torchrun_takes_its_processes_along(tmp_path):
         env=variables(tmp_path),
         stdout=subprocess.DEVNULL,
     )
-    wait_for_iteration(tmp_path / RUN, 2)
-    command = ["pgrep", "--parent", str(process.pid)]
-    children = subprocess.run(command, capture_output=True, text=True).stdout.split()
-    assert len(children) == 2
+    children = []
+    while len(children) < 2:
+        command = ["pgrep", "--parent", str(process.pid)]
+        children = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    if moment == "training":
+        wait_for_iteration(tmp_path / RUN, 2)
     process.kill()
     process.wait()
-    while any(os.path.exists(f"/proc/{child}") for child in children):
+    end = time.time() + 60
+    while left := [child for child in children if os.path.exists(f"/proc/{child}")]:
+        if time.time() > end:
+            subprocess.run(["kill", "-9", *left])
+            pytest.fail(f"{moment}: {left} are left")
         time.sleep(0.02)
 
 
@@ -293,9 +307,10 @@ def test_torchrun_takes_its_processes_along(tmp_path):
     "flags, env, words",
     [
         ("", {}, "training is started by torchrun: torchrun --standalone"),
-        ("--num-envs 6", {"RANK": 0, "WORLD_SIZE": 4}, "--num-envs must be a multiple of the"),
-        ("--evaluate .", {"RANK": 0, "WORLD_SIZE": 1}, "--evaluate needs no torchrun"),
-        ("--env-id CartPole-v1", {"RANK": 0, "WORLD_SIZE": 2}, "is not an Atari game"),
+        ("", {"RANK": 1, "WORLD_SIZE": 2}, "training is started by torchrun"),
+        ("--num-envs 6", ENV | {"WORLD_SIZE": 4}, "--num-envs must be a multiple of the"),
+        ("--evaluate .", ENV, "--evaluate needs no torchrun"),
+        ("--env-id CartPole-v1", ENV, "is not an Atari game"),
     ],
 )
 def test_rank_0_refuses_bad_input_before_it_waits_for_others(server, tmp_path, flags, env, words):
@@ -334,12 +349,26 @@ def test_evaluate_plays_in_one_process_without_torchrun(server, runs):
 
 
 def test_a_process_without_a_gpu_of_its_own_is_refused(run_script, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    set_variables(monkeypatch, LOCAL_RANK=1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     run_script(SCRIPT, code=2)
     assert "each process needs a GPU: lower --nproc-per-node" in capsys.readouterr().err
+
+
+def set_variables(monkeypatch, **more):
+    for name, value in {**ENV, **more}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: None))
+
+
+def test_a_process_takes_the_gpu_of_its_local_rank(run_script, monkeypatch):
+    """Whatever its rank is."""
+    set_variables(monkeypatch, LOCAL_RANK=1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: sys.exit(10 + device))
+    run_script(SCRIPT, code=11)
 
 
 def test_all_tensors_of_an_update_are_on_the_device(run_script, monkeypatch, tmp_path):
@@ -351,11 +380,8 @@ def test_all_tensors_of_an_update_are_on_the_device(run_script, monkeypatch, tmp
     reduced = []
     monkeypatch.setattr(dist, "all_reduce", reduced.append)
     monkeypatch.setattr(dist, "broadcast", lambda x, rank: None)
-    monkeypatch.setenv("RANK", "0")
-    changes = {
-        "        check_equal(agent)\n": "",
-        "        ctypes.CDLL(None)": "        0 and ctypes.CDLL(None)",
-    }
+    set_variables(monkeypatch, WORLD_SIZE=1)
+    changes = {"        check_equal(agent)\n": ""}
     flags = f"{META} --no-compile --env-id VectorCutNoFrameskip-v4"
     module = run_on_meta(run_script, monkeypatch, tmp_path, ppo, flags, changes)
     assert {x.device.type for x in module.agent.parameters()} == {"meta"}

@@ -1,0 +1,128 @@
+"""Measures ppo_continuous_action_ray.py over its workers, with a simulator of 5 ms a step.
+
+    python -m benchmark.speed.workers --out FILE.csv [--rounds 4] [--rllib-python PYTHON]
+
+Eight environments, rollouts of 64 steps, each learned from as ppo_continuous_action.py does by
+default. Beside it gymnasium's AsyncVectorEnv, which plays alone and learns nothing, and RLlib's PPO
+of the same sizes, where a Python with ray[rllib] is named. Steps per second are those between the
+first iteration and the last: without start-up and compilation.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import tyro
+
+from benchmark import ROOT
+
+ENV_ID = "benchmark.environments:SlowPendulum-v1"
+NUM_ENVS = 8
+NUM_STEPS = 64
+ITERATIONS = 8
+WORKERS = (1, 2, 4, 8)
+OURS = (
+    f"--env-id {ENV_ID} --num-envs {NUM_ENVS} --num-steps {NUM_STEPS} --num-minibatches 8"
+    f" --total-timesteps {NUM_ENVS * NUM_STEPS * (ITERATIONS + 1)} --checkpoint-interval 1"
+    " --cpus-per-worker 0.1 --num-threads 1 --eval-episodes 1 --no-cuda --run-name run"
+)
+
+# Programs that print a line after each iteration
+ASYNC = f"""
+import gymnasium as gym
+
+if __name__ == "__main__":
+    envs = gym.make_vec("{ENV_ID}", {NUM_ENVS}, "async")
+    envs.reset(seed=1)
+    for _ in range({ITERATIONS + 1}):
+        for _ in range({NUM_STEPS}):
+            envs.step(envs.action_space.sample())
+        print("iteration", flush=True)
+    envs.close()
+"""
+RLLIB = f"""
+import sys
+
+import ray
+from ray.rllib.algorithms.ppo import PPOConfig
+
+workers = int(sys.argv[1])
+ray.init("local", num_cpus=workers + 1, log_to_driver=False, include_dashboard=False)
+config = PPOConfig().environment("{ENV_ID}")
+config = config.env_runners(
+    num_env_runners=workers,
+    num_envs_per_env_runner={NUM_ENVS} // workers,
+    rollout_fragment_length={NUM_STEPS},
+)
+config = config.training(
+    train_batch_size_per_learner={NUM_ENVS * NUM_STEPS}, minibatch_size=64, num_epochs=10
+)
+config = config.rl_module(model_config={{"fcnet_hiddens": [64, 64]}})
+algorithm = config.build_algo()
+for _ in range({ITERATIONS + 1}):
+    algorithm.train()
+    print("iteration", flush=True)
+"""
+
+
+def measure(command):
+    """Runs a command; returns its steps per second between its first iteration and its last."""
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    times = []
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for line in process.stdout:
+            if line.startswith(("iteration", "saved at step")):
+                times.append(time.perf_counter())
+        if process.wait() != 0:
+            sys.exit(f"failed: {command}")
+    assert len(times) == ITERATIONS + 1
+    return NUM_ENVS * NUM_STEPS * ITERATIONS / (times[-1] - times[0])
+
+
+@dataclass
+class Flags:
+    """The flags of this command."""
+
+    out: Path  # the CSV that it writes, row by row
+    rounds: int = 4  # in each every program runs once
+    rllib_python: Path | None = None  # a Python that has ray[rllib]
+
+
+def main():
+    flags = tyro.cli(Flags, prog="python -m benchmark.speed.workers", description=__doc__)
+    script = [sys.executable, str(ROOT / "ppo_continuous_action_ray.py"), *OURS.split()]
+    programs = {}
+    for workers in WORKERS:
+        command = [*script, "--num-workers", str(workers)]
+        programs["plainrl", workers] = command
+        programs["plainrl --overlap", workers] = [*command, "--overlap"]
+        if flags.rllib_python:
+            programs["rllib", workers] = [str(flags.rllib_python), "-c", RLLIB, str(workers)]
+    with tempfile.TemporaryDirectory() as folder:
+        async_script = Path(folder, "async_envs.py")  # its processes import it
+        async_script.write_text(ASYNC)
+        programs["AsyncVectorEnv", NUM_ENVS] = [sys.executable, str(async_script)]
+        rows = []
+        for number in range(1, flags.rounds + 1):
+            for (program, workers), command in programs.items():
+                speed = measure(command)
+                rows.append((number, program, workers, speed, os.getloadavg()[0]))
+                print(*rows[-1], flush=True)
+                columns = ["round", "program", "workers", "steps_per_second", "load"]
+                pd.DataFrame(rows, columns=columns).to_csv(flags.out, index=False)
+
+
+if __name__ == "__main__":
+    main()
