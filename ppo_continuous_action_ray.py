@@ -137,6 +137,7 @@ def check_args(args):
     check(0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1")
     whole = args.num_envs % args.num_workers == 0
     check(whole, "--num-envs must be a multiple of --num-workers")
+    check(args.cpus_per_worker >= 1e-4, "--cpus-per-worker must be at least 0.0001, Ray's least")
     batch_size = args.num_envs * args.num_steps
     minibatch_size, remainder = divmod(batch_size, args.num_minibatches)
     check(remainder == 0, "--num-envs x --num-steps must be a multiple of --num-minibatches")

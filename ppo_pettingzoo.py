@@ -433,6 +433,8 @@ def float_space(space, env_id):
 def check_env(env, env_id):
     """Ends the program if the first reset() or step() of a game returns what it mustn't."""
     results = {"reset()": env.reset(seed=0)}
+    known = set(env.agents) <= set(env.possible_agents)
+    check(env.agents and known, f"after reset() {env_id} must have agents, of its possible_agents")
     results["step()"] = env.step({agent: env.action_space(agent).start for agent in env.agents})
     for name, result in results.items():
         length = 2 if name == "reset()" else 5

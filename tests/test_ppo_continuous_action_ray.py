@@ -277,6 +277,7 @@ def test_bad_flags(refused):
     assert "multiple of --num-workers" in refused(ppo, ["--num-envs", "6", "--num-workers", "4"])
     assert "--num-workers must be above 0" in refused(ppo, ["--num-workers", "0"])
     assert "--cpus-per-worker must be above 0" in refused(ppo, ["--cpus-per-worker", "0"])
+    assert "at least 0.0001" in refused(ppo, ["--cpus-per-worker", "0.00001"])
 
 
 @pytest.mark.parametrize(
