@@ -136,6 +136,8 @@ class Args:
 
 
 SCHEDULES = ("anneal_lr", "anneal_clip")  # flags whose effect depends on --total-timesteps
+# Flags that a resume may change
+FREE = ("total_timesteps", "capture_video", "checkpoint_interval", "eval_interval", "eval_episodes")
 
 
 def check_args(args):
@@ -212,9 +214,7 @@ def check_changes(old, new):
         schedules = [name for name in SCHEDULES if old[name]]
         advice = "start a new run with --init-from"
         check(not schedules, f"--total-timesteps can't change with {schedules}: {advice}")
-    free = ("total_timesteps", "capture_video", "checkpoint_interval")
-    free += ("eval_interval", "eval_episodes")
-    fixed = {name: old[name] for name in changed.difference(free)}
+    fixed = {name: old[name] for name in changed.difference(FREE)}
     check(not fixed, f"the run was made with {fixed}: leave these flags out")
 
 
@@ -809,8 +809,8 @@ def iterations_together(run):
         for number in run.iterations():
             dist.broadcast(torch.tensor(number), 0)
             yield number
-    except SystemExit:  # it was stopped, and has said how to go on with python
-        print("with torchrun, as it was started, in the place of python")
+    except SystemExit:  # it was stopped, and has named a command
+        print("but with torchrun, as this run was started, in the place of python")
         dist.broadcast(iteration, 0)
         raise
     dist.broadcast(iteration, 0)

@@ -122,6 +122,9 @@ class Args:
 
 
 SCHEDULES = ("anneal_lr", "anneal_clip")  # flags whose effect depends on --total-timesteps
+# Flags that a resume may change
+FREE = ("total_timesteps", "capture_video", "checkpoint_interval", "eval_interval", "eval_episodes")
+FREE += ("num_workers", "cpus_per_worker", "address")
 
 
 def check_args(args):
@@ -197,9 +200,7 @@ def check_changes(old, new):
         schedules = [name for name in SCHEDULES if old[name]]
         advice = "start a new run with --init-from"
         check(not schedules, f"--total-timesteps can't change with {schedules}: {advice}")
-    free = ("total_timesteps", "capture_video", "checkpoint_interval")
-    free += ("eval_interval", "eval_episodes")
-    fixed = {name: old[name] for name in changed.difference(free)}
+    fixed = {name: old[name] for name in changed.difference(FREE)}
     check(not fixed, f"the run was made with {fixed}: leave these flags out")
 
 
@@ -623,6 +624,8 @@ class Worker:
 
     def __init__(self, args, share):
         torch.set_num_threads(1)
+        random.seed(args.seed)  # some environments draw from these two
+        np.random.seed(args.seed)
         envs = [make_env(args.env_id) for _ in range(share.start, share.stop)]
         self.envs = VecEnv(envs, args.seed, np.float64)
         self.envs.seeds = np.random.SeedSequence(args.seed).generate_state(args.num_envs)[share]
@@ -642,11 +645,12 @@ class Worker:
         """Plays as many steps as noise has rows (share_size, action_dim), from a state.
 
         common: the policy and the statistics of observations.
-        Returns for each step its actions, what VecEnv.step returns, and the observations after it;
-        and the state of the environments after the last one.
+        Returns the observations that it began with; for each step its actions, what VecEnv.step
+        returns, and the observations after it; and the state of the environments at the end.
         """
         policy, obs_rms = common
         self.bring_back(number, state)
+        first_obs = self.envs.obs.copy()
         steps = []
         for row in noise:
             obs = obs_rms.normalize(self.envs.obs)
@@ -655,7 +659,7 @@ class Worker:
             actions = np.concatenate(actions)
             steps.append((actions, *self.envs.step(actions), self.envs.obs.copy()))
         self.number = number + 1
-        return steps, self.envs.state_dict()
+        return first_obs, steps, self.envs.state_dict()
 
 
 class RayVecEnv:
@@ -702,7 +706,8 @@ class RayVecEnv:
 
     def finish(self):
         """Waits for the workers. Yields each step's actions; step() then takes that step."""
-        records, self.states = zip(*ray.get(self.results))
+        first_obs, records, self.states = zip(*ray.get(self.results))
+        self.obs = np.concatenate(first_obs)  # others if an environment couldn't be brought back
         self.results = []
         self.noise = None
         self.number += 1
@@ -1220,7 +1225,7 @@ if __name__ == "__main__":
         # As tensors: for each new float the compiled update would be compiled again
         coefs = {name: torch.tensor(value, device=device) for name, value in coefs.items()}
 
-        if iteration == 0 or not args.overlap:
+        if not args.overlap:
             player.load_state_dict(agent.state_dict())
         obs, actions, rewards, terminations, truncations, episodes = rollout(
             player, envs, args.num_steps

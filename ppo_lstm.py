@@ -102,6 +102,8 @@ class Args:
 
 
 SCHEDULES = ("anneal_lr", "anneal_clip")  # flags whose effect depends on --total-timesteps
+# Flags that a resume may change
+FREE = ("total_timesteps", "capture_video", "checkpoint_interval", "eval_interval", "eval_episodes")
 
 
 def check_args(args):
@@ -175,9 +177,7 @@ def check_changes(old, new):
         schedules = [name for name in SCHEDULES if old[name]]
         advice = "start a new run with --init-from"
         check(not schedules, f"--total-timesteps can't change with {schedules}: {advice}")
-    free = ("total_timesteps", "capture_video", "checkpoint_interval")
-    free += ("eval_interval", "eval_episodes")
-    fixed = {name: old[name] for name in changed.difference(free)}
+    fixed = {name: old[name] for name in changed.difference(FREE)}
     check(not fixed, f"the run was made with {fixed}: leave these flags out")
 
 

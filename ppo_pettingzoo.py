@@ -111,6 +111,8 @@ class Args:
 
 
 SCHEDULES = ("anneal_lr", "anneal_clip")  # flags whose effect depends on --total-timesteps
+# Flags that a resume may change
+FREE = ("total_timesteps", "capture_video", "checkpoint_interval", "eval_interval", "eval_episodes")
 
 
 def check_args(args):
@@ -183,9 +185,7 @@ def check_changes(old, new):
         schedules = [name for name in SCHEDULES if old[name]]
         advice = "start a new run with --init-from"
         check(not schedules, f"--total-timesteps can't change with {schedules}: {advice}")
-    free = ("total_timesteps", "capture_video", "checkpoint_interval")
-    free += ("eval_interval", "eval_episodes")
-    fixed = {name: old[name] for name in changed.difference(free)}
+    fixed = {name: old[name] for name in changed.difference(FREE)}
     check(not fixed, f"the run was made with {fixed}: leave these flags out")
 
 
@@ -453,7 +453,7 @@ def make_env(env_id, **options):
     advice = "give a module with a parallel_env(), as mpe2.simple_spread_v3 is"
     try:
         module = importlib.import_module(env_id)
-    except ImportError as error:
+    except (ImportError, TypeError, ValueError) as error:  # the last two: "." and ""
         check(False, f"can't make {env_id}: {error}; {advice}")
     check(hasattr(module, "parallel_env"), f"{env_id} has no parallel_env(): {advice}")
     env = module.parallel_env(**options)

@@ -237,6 +237,15 @@ class Old(Pair):
         return super().reset(seed=seed)[0]
 
 
+class Empty(Pair):
+    """Nobody comes."""
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.agents = []
+        return {}, {}
+
+
 class Four(Pair):
     def step(self, actions):
         return super().step(actions)[:4]

@@ -4,6 +4,7 @@ Most runs have tests/no_ray/ray.py in the place of Ray, and so one process. Thos
 tests at the end, must have the bits of such a run.
 """
 
+import copy
 import os
 import signal
 import sys
@@ -117,8 +118,8 @@ def test_environments_and_seeds_are_those_of_one_process():
     envs = [ppo.make_env("toys:Continuous-v0") for _ in range(3)]
     envs = ppo.VecEnv(envs, ARGS.seed, np.float64)
     policy = make_agent().policy()
-    together, _ = play(make_worker(), 0, None)
-    alone = [play(make_worker(slice(i, i + 1)), 0, None, slice(i, i + 1))[0] for i in range(3)]
+    _, together, _ = play(make_worker(), 0, None)
+    alone = [play(make_worker(slice(i, i + 1)), 0, None, slice(i, i + 1))[1] for i in range(3)]
     for step in range(400):
         actions, rewards, terminations, truncations, episodes, obs = together[step]
         noise = np.random.default_rng(0).normal(size=(400, 3, 2)).astype(np.float32)[step]
@@ -140,7 +141,7 @@ def test_a_share_is_played_again_with_the_same_bits():
         results = play(worker, number, state)
         for other in (make_worker(), worker):
             assert bits(play(other, number, state)) == bits(results)
-        state = results[1]
+        state = results[2]
     assert state["seed_counts"].tolist() == [2, 2, 2]
 
 
@@ -149,7 +150,7 @@ def test_a_worker_that_knows_the_rollout_brings_nothing_back(monkeypatch):
     worker = make_worker()
     state = worker.bring_back(0, None)
     monkeypatch.setattr(worker.envs, "load_state_dict", None)
-    play(worker, 1, play(worker, 0, state)[1])
+    play(worker, 1, play(worker, 0, state)[2])
 
 
 class Recorded:
@@ -165,8 +166,9 @@ class Recorded:
         return outcome
 
 
-def test_m1_m3_m4_statistics_are_those_of_one_process(monkeypatch):
-    """Of the same steps, in two rollouts; observations have the statistics of a rollout's start."""
+@pytest.fixture
+def learner(monkeypatch):
+    """A learner with one worker in its own process, and the list of what this one replies."""
     replies = []
     worker = make_worker()
 
@@ -186,14 +188,19 @@ def test_m1_m3_m4_statistics_are_those_of_one_process(monkeypatch):
         get=lambda x: x,
     )
     monkeypatch.setattr(ppo, "ray", ray)
-    envs = ppo.VecNormalize(ppo.RayVecEnv(None, ARGS), ARGS.gamma)
+    return ppo.VecNormalize(ppo.RayVecEnv(None, ARGS), ARGS.gamma), replies
+
+
+def test_m1_m3_m4_statistics_are_those_of_one_process(learner):
+    """Of the same steps, in two rollouts; observations have the statistics of a rollout's start."""
+    envs, replies = learner
     one = ppo.VecNormalize(Recorded(envs.envs.obs, []), ARGS.gamma)
     for _ in range(2):
         frozen = ppo.RunningMeanStd(3)
         frozen.load_state_dict(envs.obs_rms.state_dict())
         raw_obs = envs.envs.obs
         played = ppo.rollout(make_agent(), envs, 400)
-        steps, _ = replies[-1]
+        _, steps, _ = replies[-1]
         one.envs.steps = iter(steps)
         expected = []
         for step, (actions, *_, next_obs) in enumerate(steps):
@@ -207,6 +214,16 @@ def test_m1_m3_m4_statistics_are_those_of_one_process(monkeypatch):
             ours, theirs = (getattr(x, name).state_dict() for x in (envs, one))
             assert bits(ours) == bits(theirs)
         assert bits(envs.discounted_returns) == bits(one.discounted_returns)
+
+
+def test_what_a_worker_could_not_bring_back_is_what_it_began_with(learner):
+    """The policy has acted on that, not on what the learner knows of the last rollout."""
+    envs, replies = learner
+    obs_rms = copy.copy(envs.obs_rms)
+    envs.envs.begin(make_agent(), envs.obs_rms, 400)
+    replies[0][0][1] += 5
+    obs = ppo.rollout(None, envs, 400)[0]
+    assert bits(obs[0]) == bits(obs_rms.normalize(replies[0][0]))
 
 
 @pytest.mark.parametrize("overlap", OVERLAP)
@@ -239,10 +256,10 @@ def test_the_loss_has_the_log_probabilities_of_the_policy_that_played(
 @pytest.mark.parametrize("overlap", OVERLAP)
 @pytest.mark.parametrize("fault", ["SIGKILL 3@6", "save 5"])
 def test_a_killed_learner_goes_on_to_the_same_bits(run, whole, tmp_path, overlap, fault):
-    """Killed in an evaluation, and while it writes a checkpoint."""
+    """Killed in an evaluation, and while it writes a checkpoint. It goes on with other workers."""
     run(tmp_path, f"{FLAGS} {overlap} --num-workers 2", -signal.SIGKILL, TOY_FAULT=fault)
     assert 0 < progress(tmp_path / RUN)["iteration"] < 24
-    result = run(tmp_path, f"--resume {RUN}")
+    result = run(tmp_path, f"--resume {RUN} --num-workers 4 --cpus-per-worker 0.5 --address auto")
     assert "brought back" not in result.stdout and "run.restore" not in result.stdout
     assert differences(whole[overlap], tmp_path / RUN) == []
 

@@ -324,6 +324,37 @@ def test_a_game_that_does_not_come_back_starts_anew(server, tmp_path):
     assert "environment 0 can't be brought back exactly: it starts a new episode" in output
 
 
+def test_the_game_that_it_starts_anew_has_a_new_seed_and_no_score():
+    envs = make_envs("mortal")
+    play(envs, 2)
+    state = envs.state_dict()
+    assert len(state["actions"][1]) == 2 and envs.scores[1]
+    state["obs"][envs.rows[1]] += 1
+    envs.load_state_dict(state)
+    expected = state["seed_counts"] + torch.tensor([0, 1])
+    assert envs.seed_counts.tolist() == expected.tolist()
+    assert envs.actions[1] == [] and envs.scores[1] == {}
+    other = make_envs("mortal")
+    other.seed_counts[1] = envs.seed_counts[1] - 1
+    other.reset_with_new_seed(1)
+    np.testing.assert_array_equal(envs.obs[envs.rows[1]], other.obs[envs.rows[1]])
+
+
+def test_evaluations_have_seeds_of_their_own(monkeypatch):
+    envs = make_envs("pair")
+    seeds = []
+
+    def stop(env_id, seed, video_dir):
+        seeds.append(seed)
+        raise InterruptedError
+
+    monkeypatch.setattr(envs, "for_evaluation", stop)
+    for step in (None, 100, 200):
+        with pytest.raises(InterruptedError):
+            ppo_pettingzoo.evaluate(None, envs, ppo_pettingzoo.Args(seed=7), None, step)
+    assert seeds == [(7, 1), (7, 2, 100), (7, 2, 200)]
+
+
 def logged(record, num_envs):
     """The rows of episodes.csv by the toys' record, but for the time."""
     rows = []
@@ -406,6 +437,9 @@ def test_observations_of_any_space_are_flattened():
 REFUSED = {
     "parallel_toys.nothing": "can't make parallel_toys.nothing: No module named",
     "CartPole-v1": "give a module with a parallel_env()",
+    "": "give a module with a parallel_env()",
+    ".": "give a module with a parallel_env()",
+    "parallel_toys.empty": "after reset() parallel_toys.empty must have agents",
     "toys": "toys has no parallel_env()",
     "parallel_toys.unlike": "agents whose observation_space differ",
     "parallel_toys.uneven": "agents whose action_space differ",
