@@ -791,6 +791,22 @@ def gather(x):
     return objects
 
 
+def gather_rollout(share, episodes, values, returns):
+    """A rollout as one process would have it, in rank 0; in the others None.
+
+    Without the episodes' final observations, which have done their part.
+    """
+    episodes = [
+        (step, episode._replace(env=share.start + episode.env, final_obs=None))
+        for step, episode in episodes
+    ]
+    shares = gather((episodes, values, returns))
+    if RANK > 0:
+        return None
+    episodes, values, returns = zip(*shares)
+    return sorted(sum(episodes, [])), np.concatenate(values, 1), np.concatenate(returns, 1)
+
+
 def iterations_together(run):
     """Yields what rank 0's run.iterations() yields, in all processes.
 
@@ -1157,17 +1173,10 @@ if __name__ == "__main__":
 
         check_equal(agent)
         envs.gather()
-        episodes = [
-            (step, episode._replace(env=envs.share.start + episode.env, final_obs=None))
-            for step, episode in episodes
-        ]
-        shares = gather((episodes, values, returns))
+        whole = gather_rollout(envs.share, episodes, values, returns)
         if RANK > 0:
             continue
-        episodes, values, returns = zip(*shares)
-        episodes = sorted(sum(episodes, []))
-        values = np.concatenate(values, 1)
-        returns = np.concatenate(returns, 1)
+        episodes, values, returns = whole
         run.check_finite(metrics)
         for step, episode in episodes:
             run.log_episode(run.global_step + (step + 1) * args.num_envs, episode)

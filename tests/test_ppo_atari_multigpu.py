@@ -44,14 +44,14 @@ FLAGS = (
 ENV = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "RANK": 0, "WORLD_SIZE": 2}
 
 
-def start(server, cwd, flags, processes):
+def start(server, cwd, flags, processes, script=SCRIPT):
     """Starts processes as torchrun starts them, each on a machine of its own: forks, by rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     cwd.mkdir(exist_ok=True)
     env = ENV | {"MASTER_PORT": port, "WORLD_SIZE": processes, "LOCAL_RANK": 0}
-    return [server.start(SCRIPT, cwd, flags, **(env | {"RANK": i})) for i in range(processes)]
+    return [server.start(script, cwd, flags, **(env | {"RANK": i})) for i in range(processes)]
 
 
 def run(server, cwd, flags, processes):
@@ -123,6 +123,24 @@ def test_games_have_the_seeds_of_one_process(monkeypatch):
 
 def test_rank_0_speaks_for_all(runs):
     assert (runs[2].parents[1] / "said.txt").read_text() == ""
+
+
+def test_a_rollout_is_gathered_as_one_process_would_have_it(monkeypatch):
+    """Episodes by step and then by game, whoever played them; a column for each game."""
+    shares = []
+    monkeypatch.setattr(ppo, "gather", lambda x: shares.append(x) or shares)
+    obs = np.zeros(3)
+    theirs = [(4, ppo.Episode(1, 5.0, 2, "termination", obs))]
+    mine = [
+        (4, ppo.Episode(0, 7.0, 3, "truncation", obs)),
+        (2, ppo.Episode(0, 9.0, 1, "truncation", obs)),
+    ]
+    ones = np.ones((5, 2))
+    ppo.gather_rollout(slice(0, 2), theirs, ones, 2 * ones)
+    episodes, values, returns = ppo.gather_rollout(slice(2, 4), mine, 3 * ones, 4 * ones)
+    found = [(step, episode.env, episode.episode_return) for step, episode in episodes]
+    assert found == [(2, 2, 9.0), (4, 1, 5.0), (4, 2, 7.0)]
+    assert values.tolist() == 5 * [[1, 1, 3, 3]] and returns.tolist() == 5 * [[2, 2, 4, 4]]
 
 
 # The update
@@ -220,6 +238,21 @@ def test_different_weights_end_the_run(monkeypatch, differ):
         agent.weight[1, 1] = torch.nextafter(agent.weight[1, 1], torch.tensor(9.0))
     with pytest.raises(SystemExit, match="weights of the processes have become different"):
         ppo.check_equal(agent)
+
+
+def test_a_run_whose_weights_become_different_ends(server, tmp_path):
+    """Its rank 1 does something alone."""
+    call = "        check_equal(agent)\n"
+    text = SCRIPT.read_text()
+    assert text.count(call) == 1
+    (tmp_path / SCRIPT.name).write_text(
+        text.replace(call, f"        agent.critic.bias.data += RANK\n{call}")
+    )
+    forks = start(server, tmp_path, FLAGS, 2, tmp_path / SCRIPT.name)
+    results = [fork.wait() for fork in forks]
+    assert results[0].returncode == 1 and results[1].returncode == 1
+    assert "error: the weights of the processes have become different" in results[0].stderr
+    assert load_checkpoint(tmp_path / RUN)["run"]["iteration"] == 0
 
 
 # Ends and resumes
