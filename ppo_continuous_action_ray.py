@@ -687,6 +687,9 @@ class RayVecEnv:
         """Brings the workers' environments into states, and waits until they are."""
         calls = zip(self.workers, states)
         results = [worker.bring_back.remote(self.number, state) for worker, state in calls]
+        started, _ = ray.wait(results, num_returns=len(results), timeout=20)
+        if len(started) < len(results):
+            print(f"{len(started)} of {len(results)} workers have started: waiting for the others")
         self.states = ray.get(results)
         self.obs = np.concatenate([state["obs"].numpy() for state in self.states])
 
@@ -756,7 +759,10 @@ def connect(args):
     try:
         if ":" in (args.address or ""):  # Ray would try for minutes
             host, _, port = args.address.rpartition(":")
-            socket.create_connection((host, port), timeout=10).close()
+            with socket.create_connection((host, port), timeout=10) as connection:
+                # A Ray speaks HTTP/2: it begins, by a frame of type 4
+                if connection.recv(9)[3:4] != b"\4":
+                    raise OSError("what listens there is no Ray")
         ray.init(args.address or "local", include_dashboard=False, logging_level="error")
     except (OSError, RuntimeError, ValueError) as error:
         check(False, f"can't reach a Ray cluster at {args.address}: {error}")

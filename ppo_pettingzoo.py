@@ -455,8 +455,9 @@ def make_env(env_id, **options):
         module = importlib.import_module(env_id)
     except (ImportError, TypeError, ValueError) as error:  # the last two: "." and ""
         check(False, f"can't make {env_id}: {error}; {advice}")
-    check(hasattr(module, "parallel_env"), f"{env_id} has no parallel_env(): {advice}")
-    env = module.parallel_env(**options)
+    make = getattr(module, "parallel_env", None)
+    check(callable(make), f"{env_id} has no parallel_env(): {advice}")
+    env = make(**options)
     agents = getattr(env, "possible_agents", [])
     check(agents, f"{env_id} must name its possible_agents")
     for space_of in (env.observation_space, env.action_space):

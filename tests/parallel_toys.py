@@ -281,3 +281,6 @@ for toy in [*Toy.__subclasses__(), *Pair.__subclasses__(), Hopeless]:
     name = f"{__name__}.{toy.__name__.lower()}"
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].parallel_env = toy
+
+sys.modules[f"{__name__}.uncallable"] = types.ModuleType("uncallable")
+sys.modules[f"{__name__}.uncallable"].parallel_env = 5

@@ -7,7 +7,9 @@ tests at the end, must have the bits of such a run.
 import copy
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,6 +188,7 @@ def learner(monkeypatch):
         nodes=lambda: [{"Alive": True, "Resources": {"CPU": 1.0}}],
         put=lambda x: x,
         get=lambda x: x,
+        wait=lambda x, **_: (x, []),
     )
     monkeypatch.setattr(ppo, "ray", ray)
     return ppo.VecNormalize(ppo.RayVecEnv(None, ARGS), ARGS.gamma), replies
@@ -267,7 +270,7 @@ def test_a_killed_learner_goes_on_to_the_same_bits(run, whole, tmp_path, overlap
 def test_an_environment_that_does_not_come_back_begins_a_new_episode(run, tmp_path):
     run(tmp_path, TINY)
     envs = load_checkpoint(tmp_path / RUN)["envs"]
-    envs["envs"]["obs"][2] += 1
+    envs["envs"]["obs"][2, 1] += 1
     envs["discounted_returns"][2] = 1e6
     edit_checkpoint(tmp_path / RUN, envs=envs)
     result = run(tmp_path, f"--resume {RUN} --total-timesteps 800")
@@ -329,6 +332,29 @@ def test_no_ray_at_the_address(server, tmp_path, address):
     result = server.run(SCRIPT, tmp_path, f"{TINY} --address {address}")
     assert_fails(result, 2, f"can't reach a Ray cluster at {address}")
     assert not (tmp_path / "runs").exists()
+
+
+def test_something_else_than_ray_at_the_address(monkeypatch, capsys):
+    """Where nothing comes, and where something else does."""
+    connect = socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda address, timeout: connect(address, 0.2))
+    for words in (b"", b"SSH-2.0-OpenSSH_9.2\r\n"):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+            reply = threading.Thread(target=lambda: server.accept()[0].send(words))
+            reply.start()
+            with pytest.raises(SystemExit) as stop:
+                ppo.connect(ppo.Args(address=address))
+            reply.join()
+        assert stop.value.code == 2
+        assert f"can't reach a Ray cluster at {address}" in capsys.readouterr().err
+
+
+def test_a_cluster_that_is_busy_is_waited_for(learner, monkeypatch, capsys):
+    """Its nodes have room when they are idle. The user is told why nothing happens."""
+    monkeypatch.setattr(ppo.ray, "wait", lambda results, **_: ([], results))
+    ppo.RayVecEnv(None, ARGS)
+    assert "0 of 1 workers have started" in capsys.readouterr().out
 
 
 # On a real Ray

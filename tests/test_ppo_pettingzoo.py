@@ -441,6 +441,7 @@ REFUSED = {
     ".": "give a module with a parallel_env()",
     "parallel_toys.empty": "after reset() parallel_toys.empty must have agents",
     "toys": "toys has no parallel_env()",
+    "parallel_toys.uncallable": "has no parallel_env()",
     "parallel_toys.unlike": "agents whose observation_space differ",
     "parallel_toys.uneven": "agents whose action_space differ",
     "parallel_toys.continuous": "needs a Discrete one",
