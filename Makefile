@@ -16,7 +16,6 @@ test: lint
 	$(RUN) -m pytest -q -n 2 --dist loadgroup tests
 
 test-engines: .venv/installed
-	$(RUN) -m pip install --quiet --requirement requirements-sweep.txt
 	$(RUN) -m pytest -q -s tests/benchmark/real_engines.py
 
 results: .venv/installed
@@ -29,8 +28,8 @@ lint: .venv/installed
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 
-.venv/installed: requirements.txt
+.venv/installed: requirements.txt requirements-sweep.txt
 	@$(PYTHON) -c 'import sys; sys.version_info < (3, 10) and sys.exit("make needs Python 3.10 or newer: make PYTHON=python3.12")'
 	$(RUN) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || $(PYTHON) -m venv --clear .venv
-	$(RUN) -m pip install --quiet --requirement requirements.txt
+	$(RUN) -m pip install --quiet --requirement requirements.txt --requirement requirements-sweep.txt
 	touch $@

@@ -780,8 +780,6 @@ def broadcast_state(agent, optimizer):
     for x in (*agent.state_dict().values(), *optimizer.state_dict().values(), rng_state):
         dist.broadcast(x, 0)
     torch.set_rng_state(rng_state)
-    if RANK > 0:
-        sys.stdout = open(os.devnull, "w")  # what they would say, rank 0 says
 
 
 def gather(x):

@@ -89,19 +89,26 @@ def words_of(flags):
     return words
 
 
-def read_suite(path):
-    """The runs of a suite's file, in its order: {name: Run}. Raises SuiteError."""
+def read_file(path, others=()):
+    """A suite's file as a dict: its tables [[runs]], and maybe others. Raises SuiteError."""
     try:
-        tables = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise SuiteError(f"can't read the suite {path}: {error}") from None
-    runs = tables.get("runs")
-    are_tables = isinstance(runs, list) and all(isinstance(table, dict) for table in runs)
-    if set(tables) != {"runs"} or not are_tables:
-        raise SuiteError(f"{path} must have tables [[runs]] and nothing else")
-    runs = {}
-    for table in tables["runs"]:
+    tables = content.get("runs")
+    are_tables = isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
+    if content.keys() - others != {"runs"} or not are_tables:
+        names = " and ".join(["[[runs]]", *(f"[{name}]" for name in others)])
+        raise SuiteError(f"{path} must have tables {names} and nothing else")
+    for table in tables:
         check_table(table, path)
+    return content
+
+
+def read_suite(path):
+    """The runs of a suite's file, in its order: {name: Run}. Raises SuiteError."""
+    runs = {}
+    for table in read_file(path)["runs"]:
         for run in expand(table, path):
             if run.name in runs:
                 raise SuiteError(f"{path} has {run.name} twice: give one a variant")

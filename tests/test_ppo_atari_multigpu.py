@@ -287,6 +287,7 @@ def test_sigterm_saves_and_another_number_of_processes_goes_on(server, runs, tmp
     """Signals come to all processes, as torchrun sends them. A line says that the bits differ."""
     forks = start(server, tmp_path, FLAGS, 2)
     wait_for_iteration(tmp_path / RUN, 4)
+    forks[1].send(signal.SIGINT)  # Ctrl-C
     for fork in forks:
         fork.send(signal.SIGTERM)
     codes = [fork.wait().returncode for fork in forks]

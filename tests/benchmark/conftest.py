@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Leaves what a real script leaves: config.json, episodes.csv (cut to the checkpoint when it is
 # resumed), checkpoint.pt, evaluation.json and a locked folder; besides, what it got to know. It
-# counts its steps up to 6, an episode and a checkpoint at each. Crash-v0 crashes at step 3 if it
+# counts its steps up to 6, an episode and a checkpoint at each; the larger the first of its sizes,
+# the better its evaluation. Crash-v0 crashes at step 3 if it
 # comes from step 0; Never-v0 crashes at each start, BadInput-v0 ends with exit code 2 and
 # Nothing-v0 before it has a folder. Started from step 0, Gate-v0 waits after step 2 for SIGTERM or
 # a file "go" in the sweep's folder; two minutes at most, so that no test leaves it behind.
@@ -66,7 +67,7 @@ def main():
     if args.resume:
         args = Args(**json.loads((run / "config.json").read_text())["args"])
     else:
-        (run / "config.json").write_text(json.dumps({"args": asdict(args)}))
+        (run / "config.json").write_text(json.dumps({"args": asdict(args), "command": sys.argv}))
         log.write_text("global_step,wall_seconds,env,return,length,ended_by\\n")
     log.write_text("".join(log.read_text().splitlines(keepends=True)[: step + 1]))
     first, stop = step, []
@@ -98,7 +99,8 @@ def main():
         if stop:
             print("stopped")
             sys.exit(143)
-    (run / "evaluation.json").write_text(json.dumps({"returns": [args.seed, args.seed + 1.0]}))
+    score = args.seed + args.sizes[0] - 1
+    (run / "evaluation.json").write_text(json.dumps({"returns": [score, score + 1.0]}))
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,322 @@
+"""Searches for good hyper-parameters, by Optuna, on every backend.
+
+    python -m benchmark.search SEARCH [--trials N] [--dir DIR] [FLAGS OF benchmark.sweep]
+
+SEARCH is a suite's file in which flags have ranges, with a table of what scores are worth
+(docs/search.md). A trial is a set of values; its runs are a sweep, DIR/trials/NUMBER, and its value
+is the interquartile mean of their scores. One that loses to the best trial by Wilcoxon's test ends
+before all its runs are done.
+
+A score on the seeds of a search is no result. So the best trial's values are run again, with as
+many other seeds as --seeds says, beside the defaults: DIR/winner. DIR/report has curves
+and tables of these runs, and Optuna's figures of the trials.
+
+Given again, the same command goes on. Several at once, on machines that share DIR, share the work.
+"""
+
+import contextlib
+import json
+import math
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import optuna
+import tyro
+from filelock import FileLock, Timeout
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+from scipy.stats import trim_mean
+
+from benchmark.report import __main__ as report
+from benchmark.suite import SuiteError, read_args, read_file, read_suite, seeds_of
+from benchmark.task import WAIT_S, die_with_parent, last_line, read_evaluation, state_of
+
+POLL_S = 0.5  # s between two looks at the runs
+ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
+
+
+@dataclass
+class Flags:
+    """The flags of this command. It hands all others to benchmark.sweep."""
+
+    search: tyro.conf.Positional[Path]  # a file with ranges
+    trials: int = 100  # sets of values that are tried, by all commands together
+    seeds: int = 10  # of the best trial's runs beside the defaults; 0: no such runs
+    dir: Path | None = None  # folder of the search (default: sweeps/SEARCH)
+
+
+def fail(message):
+    """Ends the program for bad input."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+# The file
+
+RANGE = {"low", "high", "log", "choices"}  # keys of a range
+
+
+class Search:
+    """What a search's file says.
+
+    tables: its tables [[runs]]; ranges: {flag: table of its range}; scores: {env_id: [of a bad
+    policy, of a good one]}.
+    """
+
+    def __init__(self, path):
+        """Raises SuiteError."""
+        self.path = path.absolute()
+        content = read_file(path, {"scores"})
+        self.tables = content["runs"]
+        self.scores = content.get("scores", {})
+        self.ranges = {}
+        for table in self.tables:
+            for name, value in table.get("flags", {}).items():
+                if isinstance(value, dict) and self.ranges.setdefault(name, value) != value:
+                    raise SuiteError(f"{path} has two ranges of {name}")
+        if not self.ranges:
+            raise SuiteError(f"{path} has no flag with a range")
+        with tempfile.TemporaryDirectory() as folder:
+            values = self.suggest(optuna.create_study().ask())
+            runs = self.write_suite(Path(folder, "suite.toml"), values)
+            read_args(runs)
+        for env_id in {run.env_id for run in runs.values()}:
+            match self.scores.get(env_id):
+                case [int() | float() as bad, int() | float() as good] if bad != good:
+                    continue
+            wanted = f"{env_id} = [of a bad policy, of a good one]"
+            raise SuiteError(f"{path}: [scores] must have {wanted}")
+
+    def suggest(self, trial):
+        """The values of a trial, from Optuna: {flag: value}. Raises SuiteError."""
+        values = {}
+        for name, spec in self.ranges.items():
+            try:
+                values[name] = suggest(trial, name, **spec)
+            except (TypeError, ValueError) as error:
+                raise SuiteError(f"{self.path}: the range of {name} is wrong: {error}") from None
+        return values
+
+    def write_suite(self, path, values, **keys):
+        """Writes the suite in which flags have values, the others their defaults; returns its runs.
+
+        keys: of its tables [[runs]], in the place of those in the file.
+        """
+        lines = []
+        for table in self.tables:
+            flags = table.get("flags", {}).items()
+            flags = {name: values.get(name, value) for name, value in flags}
+            flags = {name: x for name, x in flags.items() if not isinstance(x, dict)}
+            script = self.path.parent / table["script"]
+            script = {"script": str(script)} if script.is_file() else {}
+            lines.append("[[runs]]")
+            for key, value in (table | {"flags": flags} | script | keys).items():
+                lines.append(f"{key} = {toml(value)}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines) + "\n")
+        return read_suite(path)
+
+    def score(self, run, run_dir):
+        """Of a run that has ended: 0 for a bad policy, 1 for a good one."""
+        bad, good = self.scores[run.env_id]
+        returns = read_evaluation(run_dir)
+        score = (np.mean(returns) - bad) / (good - bad) if returns else 0.0
+        return float(score) if math.isfinite(score) else 0.0
+
+
+def toml(value):
+    """A value of TOML as text."""
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{json.dumps(k)} = {toml(x)}' for k, x in value.items())} }}"
+    return json.dumps(value)
+
+
+def suggest(trial, name, low=None, high=None, log=False, choices=None):
+    """A value of a range, from Optuna. Raises TypeError or ValueError for a bad one."""
+    if choices is not None:
+        return json.loads(trial.suggest_categorical(name, [*map(json.dumps, choices)]))
+    if log == "1 - x":
+        value = 1 - trial.suggest_float(f"1 - {name}", 1 - high, 1 - low, log=True)
+    elif type(low) is type(high) is int:
+        return trial.suggest_int(name, low, high, log=log)
+    else:
+        value = trial.suggest_float(name, low, high, log=log)
+    return float(f"{value:.6g}")
+
+
+# Trials
+
+
+def open_study(search, folder):
+    """The study in a folder's journal, which may be new. Raises SuiteError."""
+    copy = folder / "search.toml"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        if copy.exists() and copy.read_text() != search.path.read_text():
+            raise SuiteError(
+                f"{folder} was made by another {search.path.name}: choose another --dir"
+            )
+        storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / "journal.log")))
+        study = optuna.create_study(
+            study_name=search.path.stem,
+            storage=storage,
+            direction="maximize",
+            load_if_exists=True,
+            sampler=optuna.samplers.TPESampler(multivariate=True),
+            pruner=optuna.pruners.WilcoxonPruner(),
+        )
+        if not copy.exists():
+            copy.write_text(search.path.read_text())
+    return study
+
+
+def take_trial(study, folder, count):
+    """A trial and its lock, which is held; None where there are count.
+
+    One that a command has left which has ended comes first.
+    """
+    with FileLock(folder / "lock"):
+        for left in study.get_trials(states=(TrialState.RUNNING,)):
+            lock = FileLock(folder / "trials" / f"{left.number}.lock")
+            with contextlib.suppress(Timeout):
+                lock.acquire(timeout=0)
+                return optuna.trial.Trial(study, left._trial_id), lock
+        if len(study.get_trials(states=(*ENDED, TrialState.RUNNING))) >= count:
+            return None
+        trial = study.ask()
+        lock = FileLock(folder / "trials" / f"{trial.number}.lock")
+        lock.acquire()
+        return trial, lock
+
+
+@contextlib.contextmanager
+def sweep(folder, words, **options):
+    """benchmark.sweep of the suite in a folder, which is stopped at the end of the block."""
+    with contextlib.suppress(Timeout), FileLock(folder / "lock", timeout=WAIT_S):
+        pass  # one that a killed command has left saves and ends first
+    command = [sys.executable, "-m", "benchmark.sweep", str(folder / "suite.toml")]
+    process = subprocess.Popen(
+        [*command, "--dir", str(folder), *words],
+        start_new_session=True,
+        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+        **options,
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def do_trial(study, trial, search, folder, words):
+    """Does a trial's runs, and tells the study."""
+    values = search.suggest(trial)
+    runs = search.write_suite(folder / "suite.toml", values)
+    reported = study.trials[trial.number].intermediate_values
+    scores = {}
+    pruned = False
+    with open(folder / "sweep.log", "a") as log:
+        with sweep(folder, words, stdout=log, stderr=log) as process:
+            code = None
+            while code is None and not pruned:
+                code = process.poll()
+                for step, (name, run) in enumerate(runs.items()):
+                    run_dir = folder / "runs" / name
+                    if name not in scores and state_of(run_dir) in ("finished", "failed"):
+                        scores[name] = search.score(run, run_dir)
+                        if step not in reported:
+                            trial.report(scores[name], step)
+                        pruned = code is None and trial.should_prune()
+                time.sleep(POLL_S)
+    if code == 2:
+        fail(f"trial {trial.number}: {last_line(folder / 'sweep.log')}")
+    if code not in (None, 0, 1):
+        sys.exit(code)
+    if not any(state_of(folder / "runs" / name) == "finished" for name in runs):
+        fail(f"no run of trial {trial.number} has finished: look into {folder}/logs")
+    if pruned:
+        study.tell(trial, state=TrialState.PRUNED)
+        found = f"pruned after {len(scores)} of {len(runs)} runs"
+    else:
+        value = trim_mean([scores.get(name, 0.0) for name in runs], 0.25)
+        study.tell(trial, value)
+        found = f"{value:.3f}; best {study.best_value:.3f}, trial {study.best_trial.number}"
+    print(f"trial {trial.number}: {found}; {json.dumps(values)}", flush=True)
+
+
+# The end
+
+
+def do_winner(values, search, folder, count, words):
+    """Runs the best trial's values and the defaults with other seeds than the search's."""
+    first = 1 + max(seed for table in search.tables for seed in seeds_of(table))
+    variants = {"default": {}, "winner": values}
+    seeds = list(range(first, first + count))
+    search.write_suite(folder / "suite.toml", {}, seeds=seeds, variants=variants)
+    with sweep(folder, words) as process:
+        code = process.wait()
+    if code:
+        sys.exit(code)
+
+
+def write_report(study, folder):
+    """Writes DIR/report: Optuna's figures of the trials, and the report of the winner's runs."""
+    out = folder / "report"
+    out.mkdir(exist_ok=True)
+    study.trials_dataframe().to_csv(out / "trials.csv", index=False)
+    plots = optuna.visualization
+    drawn = [plots.plot_optimization_history(study), plots.plot_slice(study)]
+    if len(study.get_trials(states=(TrialState.COMPLETE,))) > 1:
+        drawn += [plots.plot_param_importances(study), plots.plot_parallel_coordinate(study)]
+    pages = [
+        figure.to_html(full_html=False, include_plotlyjs=figure is drawn[0]) for figure in drawn
+    ]
+    (out / "trials.html").write_text("".join(pages), encoding="utf-8")
+    print(out / "trials.html")
+    if (folder / "winner" / "runs").is_dir():
+        report.draw(report.Args(runs=(folder / "winner",), out=out))
+        print(out / "report.html")
+
+
+def main():
+    flags, words = tyro.cli(
+        Flags, prog="python -m benchmark.search", description=__doc__, return_unknown_args=True
+    )
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of its pruner
+    if flags.trials < 1 or flags.seeds < 0:
+        fail("--trials must be above 0, and --seeds not below")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    folder = (flags.dir or Path("sweeps", flags.search.stem)).absolute()
+    try:
+        search = Search(flags.search)
+        study = open_study(search, folder)
+    except SuiteError as error:
+        fail(error)
+    while taken := take_trial(study, folder, flags.trials):
+        trial, lock = taken
+        try:
+            do_trial(study, trial, search, folder / "trials" / str(trial.number), words)
+        finally:
+            lock.release()
+    if study.get_trials(states=(TrialState.RUNNING,)):
+        print("the last trials are in the hands of other commands, which go on")
+        return
+    if flags.seeds:
+        values = search.suggest(study.best_trial)
+        do_winner(values, search, folder / "winner", flags.seeds, words)
+    write_report(study, folder)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped: the same command goes on")
