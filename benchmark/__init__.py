@@ -2,6 +2,7 @@
 
 A suite's TOML (suite) becomes runs. A sweep (sweep) has a backend (backends) execute a task (task)
 for each, which starts or resumes the run's script until the run's folder says that it is finished.
+search does a sweep for each trial of Optuna's. hub sends a run's folder to the Hugging Face Hub.
 report reads such folders, or the CSVs of an earlier report, as frames, and makes curves, tables and
 statistics of them. speed measures on its own. In report, only algorithms and results, which redraw
 the committed pages, know speed.

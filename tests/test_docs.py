@@ -27,6 +27,7 @@ import tyro
 from gymnasium.utils.env_checker import check_env
 
 from benchmark.report.runs import read as read_runs
+from benchmark.search import Search
 from benchmark.suite import SuiteError, read_args, read_suite
 from benchmark.sweep import progress
 from benchmark.task import read_evaluation
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmark/results/README.md"]
 PAGES = [*TOP, *sorted(ROOT.glob("docs/*.md"))]
 SCRIPTS = {path.name: path for path in ROOT.glob("*.py")}
-COMMANDS = ("sweep", "task", "report", "speed")  # python -m benchmark.COMMAND
+COMMANDS = ("sweep", "search", "task", "report", "speed", "hub")  # python -m benchmark.COMMAND
 SHELL = ("sh", "bash", "console")  # languages of blocks that are commands, line by line
 OTHER_PROGRAMS = (".", "mkdir", "tensorboard", "wandb")  # whose words nobody here can check
 # Flags of programs of others
@@ -191,7 +192,8 @@ def flags_of_command(parse, monkeypatch):
     def find(name):
         module = load_command(name)
         helps = [parse(module, ["--help"])[1]]
-        if name == "sweep":
+        if name in ("sweep", "search"):  # which hands flags to the other one
+            module = load_command("sweep")
             backends = ("local", "docker", "slurm", "ray")
             helps += [parse(module, ["--backend", backend, "--help"])[1] for backend in backends]
         return set(FLAG.findall(" ".join(helps)))
@@ -300,7 +302,9 @@ class Checker:
                 assert (ROOT / word).exists(), word
             if command in ("report", "status") and not word.startswith("-"):
                 (self.folder / word).mkdir(parents=True, exist_ok=True)
-        self.parse(load_command(command), words)
+        found, _ = self.parse(load_command(command), words)
+        if command == "search":
+            self.parse(load_command("sweep"), [words[0], *found[1]])
         if command == "sweep":
             check_suite_exists(words[0])
 
@@ -405,7 +409,7 @@ def test_suites_can_be_read(page, tmp_path):
         path = tmp_path / f"suite_{i}.toml"
         path.write_text(code)
         try:
-            assert read_args(read_suite(path))
+            assert Search(path).ranges if "[scores]" in code else read_args(read_suite(path))
         except SuiteError as error:
             pytest.fail(str(error))
 
