@@ -548,8 +548,11 @@ def test_resume_after_kills(script, whole, tmp_path):
     assert progress(run_dir)["recent_returns"] == [float(x["return"]) for x in rows[-100:]]
 
 
+@pytest.mark.parametrize("script", ["ppo_continuous_action", "vpg", "c51_atari"], indirect=True)
 def test_resume_after_a_signal(script, whole, tmp_path):
     """The iteration is finished and saved, and the command that is printed can be pasted.
+
+    That is in the section Run, which is the same in all scripts.
 
     Also when the script lies in another folder, and for a name with a space and brackets.
     """

@@ -1,11 +1,12 @@
-"""Measures ppo_continuous_action_ray.py over its workers, with a simulator of 5 ms a step.
+"""Measures ppo_continuous_action_ray.py over its workers.
 
-    python -m benchmark.speed.workers --out FILE.csv [--rounds 4] [--rllib-python PYTHON]
+    python -m benchmark.speed.workers --out FILE.csv [--env-id ENV] [--rllib-python PYTHON]
 
-Eight environments, rollouts of 64 steps, each learned from as ppo_continuous_action.py does by
-default. Beside it gymnasium's AsyncVectorEnv, which plays alone and learns nothing, and RLlib's PPO
-of the same sizes, where a Python with ray[rllib] is named. Steps per second are those between the
-first iteration and the last: without start-up and compilation.
+The environment is a simulator of 5 ms a step unless another one is named. There are eight of
+it, rollouts of 64 steps, each learned from as ppo_continuous_action.py does by default. Beside it
+gymnasium's AsyncVectorEnv, which plays alone and learns nothing, and RLlib's PPO of the same sizes,
+where a Python with ray[rllib] is named. Steps per second are those between the first iteration and
+the last: without start-up and compilation.
 """
 
 import os
@@ -21,23 +22,24 @@ import tyro
 
 from benchmark import ROOT
 
-ENV_ID = "benchmark.environments:SlowPendulum-v1"
 NUM_ENVS = 8
 NUM_STEPS = 64
 ITERATIONS = 8
 WORKERS = (1, 2, 4, 8)
 OURS = (
-    f"--env-id {ENV_ID} --num-envs {NUM_ENVS} --num-steps {NUM_STEPS} --num-minibatches 8"
+    f"--num-envs {NUM_ENVS} --num-steps {NUM_STEPS} --num-minibatches 8"
     f" --total-timesteps {NUM_ENVS * NUM_STEPS * (ITERATIONS + 1)} --checkpoint-interval 1"
     " --cpus-per-worker 0.1 --num-threads 1 --eval-episodes 1 --no-cuda --run-name run"
 )
 
-# Programs that print a line after each iteration
+# Programs that print a line after each iteration. Their first argument is the environment's id
 ASYNC = f"""
+import sys
+
 import gymnasium as gym
 
 if __name__ == "__main__":
-    envs = gym.make_vec("{ENV_ID}", {NUM_ENVS}, "async")
+    envs = gym.make_vec(sys.argv[1], {NUM_ENVS}, "async")
     envs.reset(seed=1)
     for _ in range({ITERATIONS + 1}):
         for _ in range({NUM_STEPS}):
@@ -51,9 +53,9 @@ import sys
 import ray
 from ray.rllib.algorithms.ppo import PPOConfig
 
-workers = int(sys.argv[1])
+env_id, workers = sys.argv[1], int(sys.argv[2])
 ray.init("local", num_cpus=workers + 1, log_to_driver=False, include_dashboard=False)
-config = PPOConfig().environment("{ENV_ID}")
+config = PPOConfig().environment(env_id)
 config = config.env_runners(
     num_env_runners=workers,
     num_envs_per_env_runner={NUM_ENVS} // workers,
@@ -96,6 +98,7 @@ class Flags:
     """The flags of this command."""
 
     out: Path  # the CSV that it writes, row by row
+    env_id: str = "benchmark.environments:SlowPendulum-v1"  # which all programs play
     rounds: int = 4  # in each every program runs once
     rllib_python: Path | None = None  # a Python that has ray[rllib]
 
@@ -103,24 +106,31 @@ class Flags:
 def main():
     flags = tyro.cli(Flags, prog="python -m benchmark.speed.workers", description=__doc__)
     script = [sys.executable, str(ROOT / "ppo_continuous_action_ray.py"), *OURS.split()]
+    script += ["--env-id", flags.env_id]
     programs = {}
     for workers in WORKERS:
         command = [*script, "--num-workers", str(workers)]
         programs["plainrl", workers] = command
         programs["plainrl --overlap", workers] = [*command, "--overlap"]
         if flags.rllib_python:
-            programs["rllib", workers] = [str(flags.rllib_python), "-c", RLLIB, str(workers)]
+            programs["rllib", workers] = [
+                str(flags.rllib_python),
+                "-c",
+                RLLIB,
+                flags.env_id,
+                str(workers),
+            ]
     with tempfile.TemporaryDirectory() as folder:
         async_script = Path(folder, "async_envs.py")  # its processes import it
         async_script.write_text(ASYNC)
-        programs["AsyncVectorEnv", NUM_ENVS] = [sys.executable, str(async_script)]
+        programs["AsyncVectorEnv", NUM_ENVS] = [sys.executable, str(async_script), flags.env_id]
         rows = []
         for number in range(1, flags.rounds + 1):
             for (program, workers), command in programs.items():
                 speed = measure(command)
-                rows.append((number, program, workers, speed, os.getloadavg()[0]))
+                rows.append((number, flags.env_id, program, workers, speed, os.getloadavg()[0]))
                 print(*rows[-1], flush=True)
-                columns = ["round", "program", "workers", "steps_per_second", "load"]
+                columns = ["round", "env_id", "program", "workers", "steps_per_second", "load"]
                 pd.DataFrame(rows, columns=columns).to_csv(flags.out, index=False)
 
 
