@@ -24,15 +24,13 @@ from benchmark import ROOT
 
 NUM_ENVS = 8
 NUM_STEPS = 64
-ITERATIONS = 8
 WORKERS = (1, 2, 4, 8)
 OURS = (
-    f"--num-envs {NUM_ENVS} --num-steps {NUM_STEPS} --num-minibatches 8"
-    f" --total-timesteps {NUM_ENVS * NUM_STEPS * (ITERATIONS + 1)} --checkpoint-interval 1"
+    f"--num-envs {NUM_ENVS} --num-steps {NUM_STEPS} --num-minibatches 8 --checkpoint-interval 1"
     " --cpus-per-worker 0.1 --num-threads 1 --eval-episodes 1 --no-cuda --run-name run"
 )
 
-# Programs that print a line after each iteration. Their first argument is the environment's id
+# Programs that print a line after each iteration: for the arguments ENV_ID ITERATIONS [WORKERS]
 ASYNC = f"""
 import sys
 
@@ -41,7 +39,7 @@ import gymnasium as gym
 if __name__ == "__main__":
     envs = gym.make_vec(sys.argv[1], {NUM_ENVS}, "async")
     envs.reset(seed=1)
-    for _ in range({ITERATIONS + 1}):
+    for _ in range(int(sys.argv[2])):
         for _ in range({NUM_STEPS}):
             envs.step(envs.action_space.sample())
         print("iteration", flush=True)
@@ -53,7 +51,8 @@ import sys
 import ray
 from ray.rllib.algorithms.ppo import PPOConfig
 
-env_id, workers = sys.argv[1], int(sys.argv[2])
+env_id = sys.argv[1]
+iterations, workers = map(int, sys.argv[2:])
 ray.init("local", num_cpus=workers + 1, log_to_driver=False, include_dashboard=False)
 config = PPOConfig().environment(env_id)
 config = config.env_runners(
@@ -66,13 +65,13 @@ config = config.training(
 )
 config = config.rl_module(model_config={{"fcnet_hiddens": [64, 64]}})
 algorithm = config.build_algo()
-for _ in range({ITERATIONS + 1}):
+for _ in range(iterations):
     algorithm.train()
     print("iteration", flush=True)
 """
 
 
-def measure(command):
+def measure(command, iterations):
     """Runs a command; returns its steps per second between its first iteration and its last."""
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     times = []
@@ -89,8 +88,8 @@ def measure(command):
                 times.append(time.perf_counter())
         if process.wait() != 0:
             sys.exit(f"failed: {command}")
-    assert len(times) == ITERATIONS + 1
-    return NUM_ENVS * NUM_STEPS * ITERATIONS / (times[-1] - times[0])
+    assert len(times) == iterations
+    return NUM_ENVS * NUM_STEPS * (iterations - 1) / (times[-1] - times[0])
 
 
 @dataclass
@@ -99,6 +98,7 @@ class Flags:
 
     out: Path  # the CSV that it writes, row by row
     env_id: str = "benchmark.environments:SlowPendulum-v1"  # which all programs play
+    iterations: int = 9  # of each program: rollouts, and updates but for AsyncVectorEnv
     rounds: int = 4  # in each every program runs once
     rllib_python: Path | None = None  # a Python that has ray[rllib]
 
@@ -107,27 +107,24 @@ def main():
     flags = tyro.cli(Flags, prog="python -m benchmark.speed.workers", description=__doc__)
     script = [sys.executable, str(ROOT / "ppo_continuous_action_ray.py"), *OURS.split()]
     script += ["--env-id", flags.env_id]
+    script += ["--total-timesteps", str(NUM_ENVS * NUM_STEPS * flags.iterations)]
+    words = [flags.env_id, str(flags.iterations)]
     programs = {}
     for workers in WORKERS:
         command = [*script, "--num-workers", str(workers)]
         programs["plainrl", workers] = command
         programs["plainrl --overlap", workers] = [*command, "--overlap"]
         if flags.rllib_python:
-            programs["rllib", workers] = [
-                str(flags.rllib_python),
-                "-c",
-                RLLIB,
-                flags.env_id,
-                str(workers),
-            ]
+            python = str(flags.rllib_python)
+            programs["rllib", workers] = [python, "-c", RLLIB, *words, str(workers)]
     with tempfile.TemporaryDirectory() as folder:
         async_script = Path(folder, "async_envs.py")  # its processes import it
         async_script.write_text(ASYNC)
-        programs["AsyncVectorEnv", NUM_ENVS] = [sys.executable, str(async_script), flags.env_id]
+        programs["AsyncVectorEnv", NUM_ENVS] = [sys.executable, str(async_script), *words]
         rows = []
         for number in range(1, flags.rounds + 1):
             for (program, workers), command in programs.items():
-                speed = measure(command)
+                speed = measure(command, flags.iterations)
                 rows.append((number, flags.env_id, program, workers, speed, os.getloadavg()[0]))
                 print(*rows[-1], flush=True)
                 columns = ["round", "env_id", "program", "workers", "steps_per_second", "load"]
