@@ -27,7 +27,10 @@ from huggingface_hub import (
     snapshot_download,
 )
 from huggingface_hub.errors import HFValidationError, HTTPError
+from huggingface_hub.utils import validate_repo_id
 from tyro.conf import Positional, subcommand
+
+from benchmark.sweep import fail
 
 # Of a run's folder, what another person has a use for
 SENT = ("config.json", "*.py", "checkpoint.pt", "best.pt", "evaluation.json", "episodes.csv")
@@ -65,7 +68,7 @@ class Upload:
     """Shows what would be sent, or sends it."""
 
     run: Positional[Path]  # a finished run's folder
-    repo: Positional[str]  # USER/REPO on the Hub; it is made if it isn't there
+    repo: Positional[str]  # USER/REPO on the Hub, which is made
     yes: bool = False  # send it
     private: bool = False  # make a repository that only you see
 
@@ -76,12 +79,6 @@ class Download:
 
     repo: Positional[str]  # USER/REPO on the Hub
     dir: Path = Path("runs")  # the run's folder is REPO in it
-
-
-def fail(message):
-    """Ends the program for bad input."""
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def make_card(run, repo):
@@ -100,7 +97,6 @@ def make_card(run, repo):
         metric_type="mean_reward",
         metric_name="mean_reward",
         metric_value=score,
-        verified=False,
     )
     data = ModelCardData(
         library_name="plainrl",
@@ -142,7 +138,7 @@ def upload(flags):
         print(f"\n{card}\nnothing was sent to {flags.repo}: --yes sends it")
         return
     api = HfApi()
-    url = api.create_repo(flags.repo, private=flags.private, exist_ok=True)
+    url = api.create_repo(flags.repo, private=flags.private)
     operations = [CommitOperationAdd(name, source) for name, source in files.items()]
     api.create_commit(flags.repo, operations, commit_message=f"Run {run.absolute().name}")
     print(url)
@@ -153,6 +149,7 @@ def download(flags):
     begun = folder / ".cache" / "huggingface"  # there until all is
     if folder.exists() and not begun.exists():
         fail(f"{folder} is there already: choose another --dir")
+    HfApi().model_info(flags.repo)  # without the Hub the next line takes what is there for all
     snapshot_download(flags.repo, local_dir=folder, ignore_patterns=[".gitattributes"])
     shutil.rmtree(folder / ".cache")
     scripts = [path.name for path in folder.glob("*.py")]
@@ -163,11 +160,17 @@ def main():
     commands = Annotated[Upload, subcommand("upload")] | Annotated[Download, subcommand("download")]
     flags = tyro.cli(commands, prog="python -m benchmark.hub", description=__doc__)
     try:
+        validate_repo_id(flags.repo)
+    except HFValidationError as error:
+        fail(error)
+    if "/" not in flags.repo:
+        fail(f"{flags.repo} must be USER/REPO")
+    try:
         if isinstance(flags, Upload):
             upload(flags)
         else:
             download(flags)
-    except (HTTPError, OSError, HFValidationError) as error:
+    except (HTTPError, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
 
 

@@ -8,8 +8,8 @@ is the interquartile mean of their scores. One that loses to the best trial by W
 before all its runs are done.
 
 A score on the seeds of a search is no result. So the best trial's values are run again, with as
-many other seeds as --seeds says, beside the defaults: DIR/winner. DIR/report has curves
-and tables of these runs, and Optuna's figures of the trials.
+many other seeds as --seeds says, beside the defaults: DIR/winner-NUMBER. DIR/report has
+curves and tables of these runs, and Optuna's figures of the trials.
 
 Given again, the same command goes on. Several at once, on machines that share DIR, share the work.
 """
@@ -34,12 +34,14 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from scipy.stats import trim_mean
 
+from benchmark.backends import BackendError
 from benchmark.report import __main__ as report
 from benchmark.suite import SuiteError, read_args, read_file, read_suite, seeds_of
+from benchmark.sweep import ENDS, POLL_S, fail
+from benchmark.sweep import read_flags as read_sweep_flags
 from benchmark.task import WAIT_S, die_with_parent, last_line, read_evaluation, state_of
 
-POLL_S = 0.5  # s between two looks at the runs
-ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
+TOLD = (TrialState.RUNNING, TrialState.COMPLETE, TrialState.PRUNED)  # they count as trials
 
 
 @dataclass
@@ -52,22 +54,14 @@ class Flags:
     dir: Path | None = None  # folder of the search (default: sweeps/SEARCH)
 
 
-def fail(message):
-    """Ends the program for bad input."""
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
 # The file
-
-RANGE = {"low", "high", "log", "choices"}  # keys of a range
 
 
 class Search:
     """What a search's file says.
 
     tables: its tables [[runs]]; ranges: {flag: table of its range}; scores: {env_id: [of a bad
-    policy, of a good one]}.
+    policy, of a good one]}; first_seed: that no trial has.
     """
 
     def __init__(self, path):
@@ -75,21 +69,27 @@ class Search:
         self.path = path.absolute()
         content = read_file(path, {"scores"})
         self.tables = content["runs"]
-        self.scores = content.get("scores", {})
+        self.scores = content.get("scores")
+        self.first_seed = 1 + max(seed for table in self.tables for seed in seeds_of(table))
         self.ranges = {}
         for table in self.tables:
+            if "variants" in table:
+                raise SuiteError(f"{path}: a search has no variants")
             for name, value in table.get("flags", {}).items():
                 if isinstance(value, dict) and self.ranges.setdefault(name, value) != value:
                     raise SuiteError(f"{path} has two ranges of {name}")
         if not self.ranges:
             raise SuiteError(f"{path} has no flag with a range")
+        self.suggest(optuna.create_study().ask())
         with tempfile.TemporaryDirectory() as folder:
-            values = self.suggest(optuna.create_study().ask())
-            runs = self.write_suite(Path(folder, "suite.toml"), values)
-            read_args(runs)
+            runs = self.write_suite(Path(folder, "suite.toml"), {}, [self.first_seed])
+            args = read_args(runs)
+        for name in self.ranges:
+            if not any(name in own for own in args.values()):
+                raise SuiteError(f"{path}: no script has a flag {name}")
         for env_id in {run.env_id for run in runs.values()}:
-            match self.scores.get(env_id):
-                case [int() | float() as bad, int() | float() as good] if bad != good:
+            match self.scores:
+                case {**scores} if is_scale(scores.get(env_id)):
                     continue
             wanted = f"{env_id} = [of a bad policy, of a good one]"
             raise SuiteError(f"{path}: [scores] must have {wanted}")
@@ -100,27 +100,33 @@ class Search:
         for name, spec in self.ranges.items():
             try:
                 values[name] = suggest(trial, name, **spec)
-            except (TypeError, ValueError) as error:
+            except (ArithmeticError, TypeError, ValueError) as error:
                 raise SuiteError(f"{self.path}: the range of {name} is wrong: {error}") from None
         return values
 
-    def write_suite(self, path, values, **keys):
-        """Writes the suite in which flags have values, the others their defaults; returns its runs.
+    def write_suite(self, path, values, seeds=None):
+        """Writes the suite of a trial's values; returns its runs.
 
-        keys: of its tables [[runs]], in the place of those in the file.
+        With seeds: of two variants with these seeds, the values and the defaults.
         """
         lines = []
         for table in self.tables:
-            flags = table.get("flags", {}).items()
-            flags = {name: values.get(name, value) for name, value in flags}
-            flags = {name: x for name, x in flags.items() if not isinstance(x, dict)}
+            flags = table.get("flags", {})
+            fixed = {name: x for name, x in flags.items() if not isinstance(x, dict)}
+            own = {name: x for name, x in values.items() if isinstance(flags.get(name), dict)}
+            if "init_from" in fixed:
+                fixed["init_from"] = str(self.path.parent / str(fixed["init_from"]))
+            keys = {"flags": fixed | own}
+            if seeds:
+                variants = {"default": {}, "winner": own}
+                keys = {"flags": fixed, "seeds": seeds, "variants": variants}
             script = self.path.parent / table["script"]
-            script = {"script": str(script)} if script.is_file() else {}
+            if script.is_file():
+                keys["script"] = str(script)
             lines.append("[[runs]]")
-            for key, value in (table | {"flags": flags} | script | keys).items():
-                lines.append(f"{key} = {toml(value)}")
+            lines += [f"{key} = {toml(value)}" for key, value in (table | keys).items()]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(lines) + "\n")
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return read_suite(path)
 
     def score(self, run, run_dir):
@@ -131,17 +137,29 @@ class Search:
         return float(score) if math.isfinite(score) else 0.0
 
 
+def is_scale(scores):
+    """Whether it is [of a bad policy, of a good one]."""
+    match scores:
+        case [int() | float() as bad, int() | float() as good]:
+            return bad != good and math.isfinite(bad) and math.isfinite(good)
+    return False
+
+
 def toml(value):
     """A value of TOML as text."""
     if isinstance(value, dict):
         return f"{{ {', '.join(f'{json.dumps(k)} = {toml(x)}' for k, x in value.items())} }}"
-    return json.dumps(value)
+    if isinstance(value, float):
+        return repr(value)  # JSON has other words for inf and nan
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def suggest(trial, name, low=None, high=None, log=False, choices=None):
-    """A value of a range, from Optuna. Raises TypeError or ValueError for a bad one."""
+    """A value of a range, from Optuna. Raises a Python error for a bad one."""
     if choices is not None:
         return json.loads(trial.suggest_categorical(name, [*map(json.dumps, choices)]))
+    if log not in (True, False, "1 - x"):
+        raise ValueError(f'log must be true, false or "1 - x", not {log!r}')
     if log == "1 - x":
         value = 1 - trial.suggest_float(f"1 - {name}", 1 - high, 1 - low, log=True)
     elif type(low) is type(high) is int:
@@ -157,24 +175,22 @@ def suggest(trial, name, low=None, high=None, log=False, choices=None):
 def open_study(search, folder):
     """The study in a folder's journal, which may be new. Raises SuiteError."""
     copy = folder / "search.toml"
+    text = search.path.read_text()
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
-        if copy.exists() and copy.read_text() != search.path.read_text():
-            raise SuiteError(
-                f"{folder} was made by another {search.path.name}: choose another --dir"
-            )
+        if copy.exists() and copy.read_text() != text:
+            name = search.path.name
+            raise SuiteError(f"{folder} was made by another {name}: choose another --dir")
+        copy.write_text(text)
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / "journal.log")))
-        study = optuna.create_study(
-            study_name=search.path.stem,
+        return optuna.create_study(
+            study_name="search",
             storage=storage,
             direction="maximize",
             load_if_exists=True,
             sampler=optuna.samplers.TPESampler(multivariate=True),
             pruner=optuna.pruners.WilcoxonPruner(),
         )
-        if not copy.exists():
-            copy.write_text(search.path.read_text())
-    return study
 
 
 def take_trial(study, folder, count):
@@ -188,7 +204,7 @@ def take_trial(study, folder, count):
             with contextlib.suppress(Timeout):
                 lock.acquire(timeout=0)
                 return optuna.trial.Trial(study, left._trial_id), lock
-        if len(study.get_trials(states=(*ENDED, TrialState.RUNNING))) >= count:
+        if len(study.get_trials(states=TOLD)) >= count:
             return None
         trial = study.ask()
         lock = FileLock(folder / "trials" / f"{trial.number}.lock")
@@ -204,7 +220,6 @@ def sweep(folder, words, **options):
     command = [sys.executable, "-m", "benchmark.sweep", str(folder / "suite.toml")]
     process = subprocess.Popen(
         [*command, "--dir", str(folder), *words],
-        start_new_session=True,
         preexec_fn=lambda: die_with_parent(signal.SIGTERM),
         **options,
     )
@@ -219,33 +234,36 @@ def do_trial(study, trial, search, folder, words):
     """Does a trial's runs, and tells the study."""
     values = search.suggest(trial)
     runs = search.write_suite(folder / "suite.toml", values)
-    reported = study.trials[trial.number].intermediate_values
     scores = {}
     pruned = False
+    try:
+        read_args(runs)
+    except SuiteError as error:
+        study.tell(trial, 0.0)
+        print(f"trial {trial.number}: 0, since it can't be run: {error}", flush=True)
+        return
     with open(folder / "sweep.log", "a") as log:
         with sweep(folder, words, stdout=log, stderr=log) as process:
             code = None
             while code is None and not pruned:
                 code = process.poll()
+                ends = ENDS if code is not None else ("finished",)  # a failed one may be retried
                 for step, (name, run) in enumerate(runs.items()):
                     run_dir = folder / "runs" / name
-                    if name not in scores and state_of(run_dir) in ("finished", "failed"):
+                    if name not in scores and state_of(run_dir) in ends:
                         scores[name] = search.score(run, run_dir)
-                        if step not in reported:
-                            trial.report(scores[name], step)
-                        pruned = code is None and trial.should_prune()
+                        trial.report(scores[name], step)
+                pruned = len(scores) < len(runs) and trial.should_prune()
                 time.sleep(POLL_S)
-    if code == 2:
-        fail(f"trial {trial.number}: {last_line(folder / 'sweep.log')}")
-    if code not in (None, 0, 1):
-        sys.exit(code)
-    if not any(state_of(folder / "runs" / name) == "finished" for name in runs):
-        fail(f"no run of trial {trial.number} has finished: look into {folder}/logs")
     if pruned:
         study.tell(trial, state=TrialState.PRUNED)
         found = f"pruned after {len(scores)} of {len(runs)} runs"
+    elif len(scores) < len(runs):  # lost, or they could not begin
+        said = last_line(folder / "sweep.log")
+        print(f"trial {trial.number} isn't finished: {said}; the same command goes on with it")
+        sys.exit(code)
     else:
-        value = trim_mean([scores.get(name, 0.0) for name in runs], 0.25)
+        value = trim_mean(list(scores.values()), 0.25)
         study.tell(trial, value)
         found = f"{value:.3f}; best {study.best_value:.3f}, trial {study.best_trial.number}"
     print(f"trial {trial.number}: {found}; {json.dumps(values)}", flush=True)
@@ -254,34 +272,27 @@ def do_trial(study, trial, search, folder, words):
 # The end
 
 
-def do_winner(values, search, folder, count, words):
-    """Runs the best trial's values and the defaults with other seeds than the search's."""
-    first = 1 + max(seed for table in search.tables for seed in seeds_of(table))
-    variants = {"default": {}, "winner": values}
-    seeds = list(range(first, first + count))
-    search.write_suite(folder / "suite.toml", {}, seeds=seeds, variants=variants)
+def do_winner(study, search, folder, count, words):
+    """Runs the best trial's values and the defaults with other seeds; returns the exit code."""
+    seeds = list(range(search.first_seed, search.first_seed + count))
+    search.write_suite(folder / "suite.toml", search.suggest(study.best_trial), seeds)
     with sweep(folder, words) as process:
-        code = process.wait()
-    if code:
-        sys.exit(code)
+        return process.wait()
 
 
-def write_report(study, folder):
+def write_report(study, winner, out):
     """Writes DIR/report: Optuna's figures of the trials, and the report of the winner's runs."""
-    out = folder / "report"
     out.mkdir(exist_ok=True)
     study.trials_dataframe().to_csv(out / "trials.csv", index=False)
     plots = optuna.visualization
     drawn = [plots.plot_optimization_history(study), plots.plot_slice(study)]
     if len(study.get_trials(states=(TrialState.COMPLETE,))) > 1:
         drawn += [plots.plot_param_importances(study), plots.plot_parallel_coordinate(study)]
-    pages = [
-        figure.to_html(full_html=False, include_plotlyjs=figure is drawn[0]) for figure in drawn
-    ]
+    pages = [x.to_html(full_html=False, include_plotlyjs=x is drawn[0]) for x in drawn]
     (out / "trials.html").write_text("".join(pages), encoding="utf-8")
     print(out / "trials.html")
-    if (folder / "winner" / "runs").is_dir():
-        report.draw(report.Args(runs=(folder / "winner",), out=out))
+    if (winner / "runs").is_dir():
+        report.draw(report.Args(runs=(winner,), out=out))
         print(out / "report.html")
 
 
@@ -291,14 +302,17 @@ def main():
     )
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of its pruner
+    warnings.filterwarnings("ignore", "The reported value is ignored")  # of a trial that goes on
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if flags.trials < 1 or flags.seeds < 0:
         fail("--trials must be above 0, and --seeds not below")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     folder = (flags.dir or Path("sweeps", flags.search.stem)).absolute()
+    sys.argv = ["python -m benchmark.search", "SEARCH", *words]
     try:
+        read_sweep_flags()
         search = Search(flags.search)
         study = open_study(search, folder)
-    except SuiteError as error:
+    except (SuiteError, BackendError, FileExistsError) as error:
         fail(error)
     while taken := take_trial(study, folder, flags.trials):
         trial, lock = taken
@@ -309,10 +323,10 @@ def main():
     if study.get_trials(states=(TrialState.RUNNING,)):
         print("the last trials are in the hands of other commands, which go on")
         return
-    if flags.seeds:
-        values = search.suggest(study.best_trial)
-        do_winner(values, search, folder / "winner", flags.seeds, words)
-    write_report(study, folder)
+    winner = folder / f"winner-{study.best_trial.number}"
+    code = do_winner(study, search, winner, flags.seeds, words) if flags.seeds else 0
+    write_report(study, winner, folder / "report")
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from benchmark import ROOT
 
 COMMIT = 40 * "a"
 FLAGS = "--total-timesteps 512 --no-compile --seed 7 --run-name run --eval-episodes 3"
+FLAGS += " --eval-interval 1"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -127,6 +128,7 @@ def test_a_run_comes_back_from_the_hub_and_plays_as_before(hub, folder, server, 
     assert ("POST", "/api/repos/create", "Bearer hf_secret") in hub.requests
     assert hub.made["visibility"] == "public"
     names = {"config.json", "ppo.py", "checkpoint.pt", "evaluation.json", "episodes.csv"}
+    names.add("best.pt")
     events = {path.name for path in run.glob("events*")}
     assert hub.files.keys() == names | events | {"README.md", "replay.mp4"} and events
     assert hub.files["replay.mp4"] == b"end"
@@ -152,6 +154,13 @@ def test_a_download_that_was_interrupted_goes_on(hub, folder, tmp_path):
     assert names == hub.files.keys()
 
 
+def test_a_download_is_not_complete_without_the_hub(hub, tmp_path):
+    begun = tmp_path / "runs" / "cart" / ".cache" / "huggingface"
+    begun.mkdir(parents=True)
+    assert "error: " in call(tmp_path, None, "download", "me/cart", code=1)
+    assert begun.exists()
+
+
 def test_the_card_has_what_the_hub_reads(hub, folder):
     call(folder, hub, "upload", "runs/run", "me/cart", "--yes", "--private")
     assert hub.made["visibility"] == "private"
@@ -160,7 +169,8 @@ def test_the_card_has_what_the_hub_reads(hub, folder):
     (result,) = card.data.eval_results
     assert result.metric_value == f"{np.mean(returns):.2f} +/- {np.std(returns):.2f}"
     assert (result.metric_type, result.dataset_name) == ("mean_reward", "CartPole-v1")
-    assert {"CartPole-v1", "reinforcement-learning"} <= set(card.data.tags)
+    tags = {"CartPole-v1", "reinforcement-learning", "deep-reinforcement-learning"}
+    assert set(card.data.tags) == tags
     assert f"uv run cart/ppo.py {FLAGS}" in card.text
     assert "uv run cart/ppo.py --evaluate cart" in card.text
     assert "with seed 7 for 512 steps. In 3\nepisodes" in card.text
@@ -173,7 +183,8 @@ def test_without_yes_nothing_is_sent(hub, folder):
 
 def test_what_cannot_be_sent_or_fetched(hub, folder, tmp_path):
     assert "no finished run" in call(folder, hub, "upload", "runs", "me/cart", code=2)
-    assert "error: " in call(folder, hub, "upload", "runs/run", "me//x", "--yes", code=1)
+    assert "error: Repo id must" in call(folder, hub, "upload", "runs/run", "me//x", code=2)
+    assert "cart must be USER/REPO" in call(folder, hub, "upload", "runs/run", "cart", code=2)
     assert "error: " in call(folder, None, "upload", "runs/run", "me/cart", "--yes", code=1)
     hub.refuse = True
     said = call(tmp_path, hub, "download", "me/cart", code=1)

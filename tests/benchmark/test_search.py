@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import optuna
@@ -11,7 +12,7 @@ import pandas as pd
 import pytest
 
 from benchmark import search
-from benchmark.suite import SuiteError, read_suite
+from benchmark.suite import SuiteError
 
 FLAGS = """
 [runs.flags]
@@ -28,23 +29,30 @@ Nothing-v0 = [1, 11]
 """
 
 
+CHOICES = ["[2, 1]", "[7, 1]", "[4, 1]"]
+WINNER = {
+    "value": 99.0,
+    "params": {"sizes": "[7, 1]"},
+    "distributions": {"sizes": optuna.distributions.CategoricalDistribution(CHOICES)},
+}
+
+
 class Searches:
     """A file in a lab's folder, and the folder of its search."""
 
     def __init__(self, lab):
         self.lab = lab
         self.out = lab.folder / "search"
+        self.path = lab.folder / "my_search.toml"
         lab.write_suite("")
 
     def write(self, env_ids, seeds=2, flags=FLAGS, scores=SCORES):
-        path = self.lab.folder / "my_search.toml"
         runs = f'[[runs]]\nscript = "fake.py"\nenv_ids = {json.dumps(env_ids)}\nseeds = {seeds}\n'
-        path.write_text(runs + flags + scores)
-        return path
+        self.path.write_text(runs + flags + scores)
+        return self.path
 
     def start(self, *flags):
-        path = self.lab.folder / "my_search.toml"
-        return self.lab.start("-m", "benchmark.search", path, "--dir", self.out, *flags)
+        return self.lab.start("-m", "benchmark.search", self.path, "--dir", self.out, *flags)
 
     def run(self, *flags, code=0):
         found, said = self.lab.finish(self.start(*flags))
@@ -54,7 +62,7 @@ class Searches:
     def trials(self):
         storage = search.JournalFileBackend(str(self.out / "journal.log"))
         storage = optuna.storages.JournalStorage(storage)
-        return optuna.load_study(study_name="my_search", storage=storage).trials
+        return optuna.load_study(study_name="search", storage=storage).trials
 
     def run_dir(self, trial, name):
         return self.out / "trials" / str(trial) / "runs" / name
@@ -84,7 +92,8 @@ def test_a_search_ends_with_its_winner_beside_the_defaults(searches):
         for variant in ("default", "winner")
         for seed in (3, 4, 5)
     ]
-    runs = searches.out / "winner" / "runs"
+    number = next(x.number for x in trials if json.loads(x.params["sizes"])[0] == best)
+    runs = searches.out / f"winner-{number}" / "runs"
     assert sorted(path.name for path in runs.iterdir()) == names
     for name in names:
         args = json.loads((runs / name / "config.json").read_text())["args"]
@@ -95,24 +104,25 @@ def test_a_search_ends_with_its_winner_beside_the_defaults(searches):
     page = (report / "trials.html").read_text()
     assert page.count("Plotly.newPlot") == 4 and '"parcoords"' in page
     assert pd.read_csv(report / "trials.csv")["value"].tolist() == [x.value for x in trials]
-    searches.run("--trials", "6", "--seeds", "0")  # one more; the others and the winner stand
-    assert len(searches.trials()) == 6
+    # More trials, of which another one wins
+    study = search.open_study(search.Search(searches.path), searches.out)
+    study.add_trial(optuna.create_trial(**WINNER))
+    searches.run("--trials", "7", "--seeds", "1")
+    assert len(searches.trials()) == 7
+    assert (searches.out / "winner-5" / "runs" / "Good-v0__fake__winner__3").is_dir()
     assert all(steps == list("123456") for steps in searches.steps().values())
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_search_goes_on_with_its_trial(searches, signum):
-    """No step is lost or done twice; nothing of it is left running."""
+    """At once, when its sweep may still be saving. No step is lost or done twice."""
     searches.write(["Gate-v0"], seeds=1)
     process = searches.start("--trials", "2", "--seeds", "0")
     run_dir = searches.run_dir(0, "Gate-v0__fake__1")
     searches.lab.wait_for(lambda: (run_dir / "checkpoint.pt").read_text() == "2")
     (before,) = searches.trials()
-    script = int((run_dir / "pid").read_text().split()[0])
     process.send_signal(signum)
     searches.lab.finish(process)
-    searches.lab.wait_for(lambda: not os.path.exists(f"/proc/{script}"))
-    assert (run_dir / "checkpoint.pt").read_text() == "3"
     assert {"SIGKILL": -9, "SIGTERM": 143, "SIGINT": 1}[signum.name] == process.returncode
     other = searches.out / "trials" / "1"
     other.mkdir(parents=True)
@@ -162,25 +172,69 @@ def test_failed_runs_score_0(searches):
     assert sorted(trial.intermediate_values.values()) == pytest.approx(scores)
 
 
+def test_a_trial_all_of_whose_runs_fail_has_0(searches):
+    """And the search goes on. Its end says that the winner's runs have failed."""
+    searches.write(["Never-v0"], seeds=1)
+    searches.run("--trials", "2", "--seeds", "1", "--retries", "0", code=1)
+    assert [trial.value for trial in searches.trials()] == [0.0, 0.0]
+    assert (searches.out / "report" / "report.html").exists()
+
+
+def test_values_that_the_script_refuses_have_0(searches):
+    flags = FLAGS.replace("= 6", "= { choices = [0] }")
+    searches.write(["Good-v0"], flags=flags)
+    said = searches.run("--trials", "1", "--seeds", "0")
+    assert "trial 0: 0, since it can't be run: " in said
+    assert "error: --total-timesteps must be above 0" in said
+    assert [trial.value for trial in searches.trials()] == [0.0]
+
+
+def test_a_trial_whose_runs_are_lost_is_not_told(searches):
+    """Here somebody ends its sweep."""
+    searches.write(["Good-v0", "Gate-v0"], seeds=1)
+    process = searches.start("--trials", "1", "--seeds", "0")
+    run_dir = searches.run_dir(0, "Gate-v0__fake__1")
+    searches.lab.wait_for(lambda: (run_dir / "checkpoint.pt").read_text() == "2")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGTERM)
+    code, said = searches.lab.finish(process)
+    assert code == 143 and "trial 0 isn't finished" in said
+    assert searches.trials()[0].state.name == "RUNNING"
+    searches.run("--trials", "1", "--seeds", "0")
+    assert searches.trials()[0].state.name == "COMPLETE"
+
+
+def test_a_return_that_is_no_number_scores_0(searches, tmp_path):
+    found = search.Search(searches.write(["Good-v0"]))
+    for returns, score in (([6.0, 8.0], 0.6), ([6.0, float("nan")], 0.0), ([float("inf")], 0.0)):
+        (tmp_path / "evaluation.json").write_text(json.dumps({"returns": returns}))
+        assert found.score(SimpleNamespace(env_id="Good-v0"), tmp_path) == pytest.approx(score)
+
+
 @pytest.mark.parametrize(
-    "env_id, flags, words",
+    "env_id, flags, code, words",
     [
-        ("Nothing-v0", (), "no run of trial 0 has finished: look into "),
-        ("Good-v0", ("--workers", "0"), "trial 0: error: --workers must be above 0"),
-        ("Good-v0", ("--trials", "0"), "--trials must be above 0"),
-        ("Good-v0", ("--nonsense", "1"), "trial 0: "),
+        ("Nothing-v0", (), 1, "trial 0 isn't finished: "),
+        ("Good-v0", ("--workers", "0"), 2, "error: --workers must be above 0"),
+        ("Good-v0", ("--trials", "0"), 2, "--trials must be above 0"),
+        ("Good-v0", ("--seeds", "-1"), 2, "--seeds not below"),
+        ("Good-v0", ("--trails", "1"), 2, "--trails"),
     ],
 )
-def test_what_cannot_work_ends_the_search(searches, env_id, flags, words):
+def test_what_cannot_work_ends_the_search(searches, env_id, flags, code, words):
     searches.write([env_id], seeds=1)
-    assert words in searches.run(*flags, code=2)
+    assert words in searches.run(*flags, code=code)
+    assert code == 1 or not searches.out.exists()
 
 
 def test_another_file_needs_another_folder(searches):
     searches.write(["Good-v0"], seeds=1)
     searches.run("--trials", "1", "--seeds", "0")
+    searches.path = searches.path.rename(searches.path.with_name("renamed.toml"))
+    searches.run("--trials", "2", "--seeds", "0")
+    assert len(searches.trials()) == 2
     searches.write(["Good-v0"], seeds=1, scores=SCORES.replace("11", "12"))
-    assert "was made by another my_search.toml: choose another --dir" in searches.run(code=2)
+    assert "was made by another renamed.toml: choose another --dir" in searches.run(code=2)
 
 
 @pytest.mark.parametrize(
@@ -190,14 +244,21 @@ def test_another_file_needs_another_folder(searches):
         (("Good-v0 = [1, 11]", ""), "[scores] must have Good-v0 = "),
         (("Good-v0 = [1, 11]", "Good-v0 = [1, 1]"), "[scores] must have Good-v0 = "),
         (("Good-v0 = [1, 11]", "Good-v0 = 5"), "[scores] must have Good-v0 = "),
-        (("sizes = {", "size = {"), "a suite can't set size for fake.py"),
+        (("Good-v0 = [1, 11]", "Good-v0 = [1, nan]"), "[scores] must have Good-v0 = "),
+        (("Good-v0 = [1, 11]", "Good-v0 = [1, 2, 3]"), "[scores] must have Good-v0 = "),
+        (("sizes = {", "size = {"), "no script has a flag size"),
+        (("fast =", "slow ="), "a suite can't set slow for fake.py"),
+        (("[runs.flags]", "[runs.variants]\na = {}\n[runs.flags]"), "a search has no variants"),
+        (("seeds = 2", "seeds = [4294967295]"), "seeds must be whole numbers from 0 to"),
         (("choices = [[2, 1], [7, 1], [4, 1]]", "choices = []"), "the range of sizes is wrong: "),
         (("choices", "chocies"), "the range of sizes is wrong: "),
         (("{ choices = [[2, 1], [7, 1], [4, 1]] }", "{ low = 3 }"), "the range of sizes is wrong"),
         (("= 6", "= { low = 3, high = 2 }"), "the range of total_timesteps is wrong: "),
         (("= 6", "= { low = 0, high = 2, log = true }"), "the range of total_timesteps is wrong"),
         (("= 6", "= { low = 0.5, high = 1, log = '1 - x' }"), "the range of total_timesteps is"),
-        (("= 6", "= { low = -5, high = -3 }"), "error: --total-timesteps must be above 0"),
+        (("= 6", "= { low = 0.5, high = 0.9, log = '1-x' }"), 'or "1 - x", not'),
+        (("= 6", "= { low = nan, high = 1 }"), "the range of total_timesteps is"),
+        (("= 6", "= -5"), "error: --total-timesteps must be above 0"),
         (("fake.py", "none.py"), "there is no script none.py"),
         (("[[runs]]", "[[runs]"), "can't read "),
         (("[[runs]]", "[runs]"), "must have tables [[runs]] and [scores] and nothing else"),
@@ -214,17 +275,32 @@ def test_wrong_files_are_refused_with_one_sentence(searches, change, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_two_tables_share_a_range(searches):
-    path = searches.write(["Good-v0"])
-    table = path.read_text().split("[scores]")[0]
-    path.write_text(f"{table}{table.replace('Good', 'Gate')}{SCORES}")
-    found = search.Search(path)
-    runs = found.write_suite(Path(searches.out, "suite.toml"), {"sizes": [5, 5]})
-    assert [run.flags["sizes"] for run in runs.values()] == 4 * [[5, 5]]
+def test_tables_have_their_own_ranges(searches):
+    """Those that have a range share its value; fixed values stay, also in the winner's suite."""
+    text = searches.write(["Good-v0"]).read_text()
+    table = text.split("[scores]")[0]
+    fixed = table.replace("Good", "Gate").replace("{ choices = [[2, 1], [7, 1], [4, 1]] }", "[9]")
+    without = "[[runs]]\nscript = 'fake.py'\nenv_ids = ['Never-v0']\nseeds = 1\n"
+    searches.path.write_text(f"{table}{fixed}{without}{SCORES}")
+    found = search.Search(searches.path)
+    path = searches.out / "suite.toml"
+    runs = found.write_suite(path, {"sizes": [5, 5]})
+    sizes = [run.flags.get("sizes") for run in runs.values()]
+    assert sizes == [[5, 5], [5, 5], [9], [9], None]
+    runs = found.write_suite(path, {"sizes": [5, 5]}, [7])
+    sizes = {name: run.flags.get("sizes") for name, run in runs.items()}
+    assert sizes == {
+        "Good-v0__fake__default__7": None,
+        "Good-v0__fake__winner__7": [5, 5],
+        "Gate-v0__fake__default__7": [9],
+        "Gate-v0__fake__winner__7": [9],
+        "Never-v0__fake__default__7": None,
+        "Never-v0__fake__winner__7": None,
+    }
     other = table.replace("Good", "Gate").replace("[2, 1]", "[3, 1]")
-    path.write_text(f"{table}{other}{SCORES}")
+    searches.path.write_text(f"{table}{other}{SCORES}")
     with pytest.raises(SuiteError, match="two ranges of sizes"):
-        search.Search(path)
+        search.Search(searches.path)
 
 
 def test_values_of_ranges():
@@ -251,9 +327,14 @@ def test_values_of_ranges():
     assert {str(x) for x in drawn["choice"]} == {"[1, 2]", "None", "tanh", "False"}
 
 
-def test_scripts_and_suites_are_found_from_elsewhere(searches):
-    """A script's path begins in the file's folder, as in a suite."""
-    path = searches.write(["Good-v0"])
-    runs = search.Search(path).write_suite(searches.out / "trials" / "0" / "suite.toml", {})
-    assert runs == read_suite(searches.out / "trials" / "0" / "suite.toml")
+def test_a_trial_has_what_the_file_has(searches):
+    """Paths begin in the file's folder, as in a suite; all values of TOML are kept."""
+    flags = FLAGS.replace("fast = false", "fast = false\ninit_from = 'old 😀'\nrate = inf")
+    path = searches.write(["Good-v0"], flags=flags.replace("rate", "num_threads"))
+    found = search.Search.__new__(search.Search)  # whose flags no script need have
+    found.path, found.tables = path, search.read_file(path, {"scores"})["runs"]
+    runs = found.write_suite(searches.out / "trials" / "0" / "suite.toml", {})
     assert {run.script for run in runs.values()} == {searches.lab.script}
+    expected = {"total_timesteps": 6, "fast": False, "num_threads": float("inf")}
+    expected["init_from"] = str(path.parent / "old 😀")
+    assert all(run.flags == expected for run in runs.values())
