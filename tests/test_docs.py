@@ -36,7 +36,15 @@ ROOT = Path(__file__).resolve().parents[1]
 TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmark/results/README.md"]
 PAGES = [*TOP, *sorted(ROOT.glob("docs/*.md"))]
 SCRIPTS = {path.name: path for path in ROOT.glob("*.py")}
-COMMANDS = ("sweep", "search", "task", "report", "speed", "hub")  # python -m benchmark.COMMAND
+COMMANDS = (
+    "sweep",
+    "search",
+    "task",
+    "report",
+    "speed",
+    "speed.workers",
+    "hub",
+)  # python -m benchmark.COMMAND
 SHELL = ("sh", "bash", "console")  # languages of blocks that are commands, line by line
 OTHER_PROGRAMS = (".", "mkdir", "tensorboard", "wandb")  # whose words nobody here can check
 # Flags of programs of others
