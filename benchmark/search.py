@@ -303,7 +303,8 @@ def main():
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of its pruner
     warnings.filterwarnings("ignore", "The reported value is ignored")  # of a trial that goes on
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
     if flags.trials < 1 or flags.seeds < 0:
         fail("--trials must be above 0, and --seeds not below")
     folder = (flags.dir or Path("sweeps", flags.search.stem)).absolute()
@@ -330,7 +331,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit("stopped: the same command goes on")
+    main()
