@@ -689,7 +689,8 @@ class RayVecEnv:
         results = [worker.bring_back.remote(self.number, state) for worker, state in calls]
         started, _ = ray.wait(results, num_returns=len(results), timeout=20)
         if len(started) < len(results):
-            print(f"{len(started)} of {len(results)} workers have started: waiting for the others")
+            counts = f"{len(started)} of {len(results)}"
+            print(f"{counts} workers have started: waiting for the others", flush=True)
         self.states = ray.get(results)
         self.obs = np.concatenate([state["obs"].numpy() for state in self.states])
 

@@ -8,8 +8,8 @@ is the interquartile mean of their scores. One that loses to the best trial by W
 before all its runs are done.
 
 A score on the seeds of a search is no result. So the best trial's values are run again, with as
-many other seeds as --seeds says, beside the defaults: DIR/winner-NUMBER. DIR/report has
-curves and tables of these runs, and Optuna's figures of the trials.
+many other seeds as --seeds says, beside the defaults: DIR/winner-NUMBER. DIR/report has curves and
+tables of these runs, and Optuna's figures of the trials.
 
 Given again, the same command goes on. Several at once, on machines that share DIR, share the work.
 """
@@ -41,7 +41,7 @@ from benchmark.sweep import ENDS, POLL_S, fail
 from benchmark.sweep import read_flags as read_sweep_flags
 from benchmark.task import WAIT_S, die_with_parent, last_line, read_evaluation, state_of
 
-TOLD = (TrialState.RUNNING, TrialState.COMPLETE, TrialState.PRUNED)  # they count as trials
+COUNTED = (TrialState.RUNNING, TrialState.COMPLETE, TrialState.PRUNED)
 
 
 @dataclass
@@ -67,9 +67,9 @@ class Search:
     def __init__(self, path):
         """Raises SuiteError."""
         self.path = path.absolute()
-        content = read_file(path, {"scores"})
+        content = read_file(path, ["scores"])
         self.tables = content["runs"]
-        self.scores = content.get("scores")
+        self.scores = content["scores"]
         self.first_seed = 1 + max(seed for table in self.tables for seed in seeds_of(table))
         self.ranges = {}
         for table in self.tables:
@@ -88,11 +88,9 @@ class Search:
             if not any(name in own for own in args.values()):
                 raise SuiteError(f"{path}: no script has a flag {name}")
         for env_id in {run.env_id for run in runs.values()}:
-            match self.scores:
-                case {**scores} if is_scale(scores.get(env_id)):
-                    continue
-            wanted = f"{env_id} = [of a bad policy, of a good one]"
-            raise SuiteError(f"{path}: [scores] must have {wanted}")
+            if not is_scale(self.scores.get(env_id)):
+                wanted = f"{env_id} = [of a bad policy, of a good one]"
+                raise SuiteError(f"{path}: [scores] must have {wanted}")
 
     def suggest(self, trial):
         """The values of a trial, from Optuna: {flag: value}. Raises SuiteError."""
@@ -204,7 +202,7 @@ def take_trial(study, folder, count):
             with contextlib.suppress(Timeout):
                 lock.acquire(timeout=0)
                 return optuna.trial.Trial(study, left._trial_id), lock
-        if len(study.get_trials(states=TOLD)) >= count:
+        if len(study.get_trials(states=COUNTED)) >= count:
             return None
         trial = study.ask()
         lock = FileLock(folder / "trials" / f"{trial.number}.lock")
@@ -310,7 +308,7 @@ def main():
     folder = (flags.dir or Path("sweeps", flags.search.stem)).absolute()
     sys.argv = ["python -m benchmark.search", "SEARCH", *words]
     try:
-        read_sweep_flags()
+        read_sweep_flags()  # ends the program where they are wrong
         search = Search(flags.search)
         study = open_study(search, folder)
     except (SuiteError, BackendError, FileExistsError) as error:

@@ -90,14 +90,18 @@ def words_of(flags):
 
 
 def read_file(path, others=()):
-    """A suite's file as a dict: its tables [[runs]], and maybe others. Raises SuiteError."""
+    """A suite's file as a dict: its tables [[runs]], and one table for each name in others.
+
+    Raises SuiteError.
+    """
     try:
         content = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise SuiteError(f"can't read the suite {path}: {error}") from None
     tables = content.get("runs")
     are_tables = isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
-    if content.keys() - others != {"runs"} or not are_tables:
+    are_tables = are_tables and all(isinstance(content.get(name), dict) for name in others)
+    if content.keys() != {"runs", *others} or not are_tables:
         names = " and ".join(["[[runs]]", *(f"[{name}]" for name in others)])
         raise SuiteError(f"{path} must have tables {names} and nothing else")
     for table in tables:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import numpy as np
 import optuna
 import pandas as pd
 import pytest
+from filelock import FileLock
 
 from benchmark import search
 from benchmark.suite import SuiteError
@@ -25,6 +27,7 @@ SCORES = """
 Good-v0 = [1, 11]
 Gate-v0 = [1, 11]
 Never-v0 = [1, 11]
+Crash-v0 = [1, 11]
 Nothing-v0 = [1, 11]
 """
 
@@ -134,6 +137,15 @@ def test_an_interrupted_search_goes_on_with_its_trial(searches, signum):
     assert len(steps) == 2 and all(found == list("123456") for found in steps.values())
 
 
+def test_a_sweep_begins_when_the_one_before_has_let_the_folder_go(tmp_path):
+    """That of a killed search may take an iteration to save."""
+    lock = FileLock(tmp_path / "lock", thread_local=False)
+    lock.acquire()
+    threading.Timer(0.3, lock.release).start()
+    with search.sweep(tmp_path, []):
+        assert not lock.is_locked
+
+
 def test_two_commands_share_the_trials(searches):
     searches.write(["Good-v0"], seeds=1)
     processes = [searches.start("--trials", "4", "--seeds", "1") for _ in range(2)]
@@ -190,9 +202,11 @@ def test_values_that_the_script_refuses_have_0(searches):
 
 
 def test_a_trial_whose_runs_are_lost_is_not_told(searches):
-    """Here somebody ends its sweep."""
-    searches.write(["Good-v0", "Gate-v0"], seeds=1)
-    process = searches.start("--trials", "1", "--seeds", "0")
+    """Here somebody ends its sweep. A run that has failed before may be tried once more."""
+    searches.write(["Crash-v0", "Gate-v0"], seeds=1)
+    process = searches.start("--trials", "1", "--seeds", "0", "--retries", "0")
+    failed = searches.run_dir(0, "Crash-v0__fake__1") / "failed"
+    searches.lab.wait_for(failed.read_text)
     run_dir = searches.run_dir(0, "Gate-v0__fake__1")
     searches.lab.wait_for(lambda: (run_dir / "checkpoint.pt").read_text() == "2")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -200,8 +214,10 @@ def test_a_trial_whose_runs_are_lost_is_not_told(searches):
     code, said = searches.lab.finish(process)
     assert code == 143 and "trial 0 isn't finished" in said
     assert searches.trials()[0].state.name == "RUNNING"
-    searches.run("--trials", "1", "--seeds", "0")
-    assert searches.trials()[0].state.name == "COMPLETE"
+    searches.run("--trials", "1", "--seeds", "0", "--retry-failed")
+    (trial,) = searches.trials()
+    size = json.loads(trial.params["sizes"])[0]
+    assert trial.value == pytest.approx((size - 0.5) / 10) and trial.state.name == "COMPLETE"
 
 
 def test_a_return_that_is_no_number_scores_0(searches, tmp_path):
@@ -332,7 +348,7 @@ def test_a_trial_has_what_the_file_has(searches):
     flags = FLAGS.replace("fast = false", "fast = false\ninit_from = 'old 😀'\nrate = inf")
     path = searches.write(["Good-v0"], flags=flags.replace("rate", "num_threads"))
     found = search.Search.__new__(search.Search)  # whose flags no script need have
-    found.path, found.tables = path, search.read_file(path, {"scores"})["runs"]
+    found.path, found.tables = path, search.read_file(path, ["scores"])["runs"]
     runs = found.write_suite(searches.out / "trials" / "0" / "suite.toml", {})
     assert {run.script for run in runs.values()} == {searches.lab.script}
     expected = {"total_timesteps": 6, "fast": False, "num_threads": float("inf")}
