@@ -286,7 +286,8 @@ def write_report(study, winner, out):
     drawn = [plots.plot_optimization_history(study), plots.plot_slice(study)]
     if len(study.get_trials(states=(TrialState.COMPLETE,))) > 1:
         drawn += [plots.plot_param_importances(study), plots.plot_parallel_coordinate(study)]
-    pages = [x.to_html(full_html=False, include_plotlyjs=x is drawn[0]) for x in drawn]
+    options = {"full_html": False, "default_height": 500}
+    pages = [x.to_html(include_plotlyjs=x is drawn[0], **options) for x in drawn]
     (out / "trials.html").write_text("".join(pages), encoding="utf-8")
     print(out / "trials.html")
     if (winner / "runs").is_dir():
