@@ -7,7 +7,7 @@ variants are set beside their script's defaults over several environments, else 
 speed.csv becomes speed_chart.png, games.csv games.png. In README.md, benchmark/results/README.md
 and docs/*.md, the text between <!-- table: NAME --> and <!-- end of table --> is replaced. NAME is
 a folder of benchmark/results/, such a name with _gains (what each variant gains on the defaults),
-algorithms, or one of benchmark.speed's tables.
+algorithms, diffs, or one of benchmark.speed's tables.
 """
 
 import re
@@ -17,7 +17,7 @@ from pathlib import Path
 import pandas as pd
 import tyro
 
-from benchmark.report import algorithms, contents, figures, page, stats, tables
+from benchmark.report import algorithms, contents, diffs, figures, page, stats, tables
 from benchmark.report.runs import read, read_published
 from benchmark.speed import chart, games
 from benchmark.speed import tables as speed
@@ -57,6 +57,7 @@ def make_tables(results):
     lines = pd.read_csv(RESULTS / "algorithms.csv", keep_default_na=False)
     frames = {name: runs for name, (runs, _) in results.items()}
     found["algorithms"] = tables.markdown(algorithms.make_table(lines, frames, rows))
+    found["diffs"] = tables.markdown(diffs.make_table(ROOT))
     cleanrl = speed.read(RESULTS / "speed_cleanrl.csv")
     return found | speed.tables(rows) | speed.tables(cleanrl, "speed_cleanrl")
 

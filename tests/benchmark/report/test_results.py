@@ -5,7 +5,7 @@ import types
 import pandas as pd
 import pytest
 
-from benchmark.report import algorithms, results
+from benchmark.report import algorithms, diffs, results
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +107,17 @@ def test_speed_is_the_ratio_within_rounds_but_not_of_full_runs():
 def test_every_script_is_in_the_table():
     listed = pd.read_csv(results.RESULTS / "algorithms.csv")["script"]
     assert set(listed) == {path.stem for path in results.ROOT.glob("*.py")}
+
+
+def test_a_diff_is_counted_by_sections(tmp_path):
+    rule = f"# {'-' * 98}\n"
+    lines = "a\nb\nc\n"
+    texts = [
+        f"{rule}# {name}\n{rule}{lines}" for name in ("Environments: VecEnv", "Networks", "PPO")
+    ]
+    old, new = tmp_path / "old.py", tmp_path / "new.py"
+    old.write_text("".join([lines, *texts]))
+    new.write_text("".join([lines.replace("b\n", ""), texts[0].replace("b", "x\ny"), *texts[1:]]))
+    assert diffs.count(old, new) == [0, 3, 1]
+    new.write_text("".join([lines + "d\n", texts[0], texts[1] + "d\n", texts[2] + "d\n" * 3]))
+    assert diffs.count(old, new) == [4, 0, 1]
