@@ -20,10 +20,10 @@
 Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, section 4. The
 loss has beta times the KL between the old and the new policy, estimated from the actions that were
 played; beta is doubled or halved after an iteration that has missed --kl-target by a factor of 1.5.
-Nothing is clipped but the gradient, neither ratios nor values. With --adaptive-lr the learning rate
-follows the KL too, as in rl_games, https://github.com/Denys88/rl_games
+The ratio isn't clipped, the value loss is. With --adaptive-lr the learning rate follows the KL too,
+as in rl_games, https://github.com/Denys88/rl_games
 Comments number details as docs/details.md of the repository does: G1 to G11 are general, M6 is for
-MuJoCo, X3 is optional.
+MuJoCo, X1 and X3 are optional.
 Diff it against ppo.py.
 
     python ppo_penalty.py --env-id CartPole-v1 --total-timesteps 500000
@@ -93,6 +93,9 @@ class Args:
     num_minibatches: int = 4  # minibatches per epoch
     update_epochs: int = 4  # epochs per rollout
     norm_adv: bool = True  # normalise the advantages in each minibatch
+    clip_coef: float = 0.2  # clip range of the value loss
+    anneal_clip: bool = False  # lower the clip range linearly over the run
+    clip_vloss: bool = True  # clip the value loss as openai/baselines does
     ent_coef: float = 0.01  # coefficient of the entropy
     vf_coef: float = 0.5  # coefficient of the value loss
     max_grad_norm: float = 0.5  # largest norm of the gradient, actor and critic together
@@ -102,7 +105,7 @@ class Args:
     adaptive_lr: bool = False  # let the learning rate follow the KL, in place of --anneal-lr
 
 
-SCHEDULES = ("anneal_lr",)  # flags whose effect depends on --total-timesteps
+SCHEDULES = ("anneal_lr", "anneal_clip")  # flags whose effect depends on --total-timesteps
 # Flags that a resume may change
 FREE = ("total_timesteps", "capture_video", "checkpoint_interval", "eval_interval", "eval_episodes")
 
@@ -112,7 +115,7 @@ def check_args(args):
     check(0 <= args.seed < 2**32, "--seed must be from 0 to 2**32 - 1")
     positive = ("num_threads", "learning_rate", "total_timesteps", "checkpoint_interval")
     positive += ("eval_episodes", "num_envs", "num_steps", "num_minibatches", "update_epochs")
-    positive += ("kl_target", "max_grad_norm")
+    positive += ("clip_coef", "max_grad_norm", "kl_target")
     for name in positive:
         check(getattr(args, name) > 0, f"--{name.replace('_', '-')} must be above 0")
     check(min(args.hidden_sizes, default=0) > 0, "--hidden-sizes must be numbers above 0")
@@ -745,8 +748,9 @@ def explained_variance(values, returns):
 def ppo_loss(agent, batch, coefs, args):
     """PPO-Penalty's loss on a minibatch: returns it and its metrics, float32 (5,).
 
-    batch: obs and actions as the agent takes them, and logprobs, advantages, returns (n,).
+    batch: obs and actions as the agent takes them, and logprobs, advantages, returns, values (n,).
     """
+    clip_coef = coefs["clip_coef"]
     logprobs, entropy, values = agent(batch["obs"], batch["actions"])
     logratio = logprobs - batch["logprobs"]
     ratio = logratio.exp()
@@ -755,7 +759,13 @@ def ppo_loss(agent, batch, coefs, args):
     if args.norm_adv:  # G3
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     policy_loss = (-advantages * ratio).mean()
-    value_loss = 0.5 * ((values - batch["returns"]) ** 2).mean()
+
+    value_losses = (values - batch["returns"]) ** 2
+    if args.clip_vloss:  # G4
+        change = torch.clamp(values - batch["values"], -clip_coef, clip_coef)
+        clipped_values = batch["values"] + change
+        value_losses = torch.max(value_losses, (clipped_values - batch["returns"]) ** 2)
+    value_loss = 0.5 * value_losses.mean()
 
     entropy = entropy.mean()
     loss = policy_loss - coefs["ent_coef"] * entropy + coefs["vf_coef"] * value_loss  # G5
@@ -938,6 +948,7 @@ if __name__ == "__main__":
         remaining = 1.0 - iteration / num_iterations
         coefs = {
             "lr": args.learning_rate * (remaining if args.anneal_lr else 1.0),  # G6
+            "clip_coef": args.clip_coef * (remaining if args.anneal_clip else 1.0),  # X1
             "kl_coef": controller.kl_coef,
             "ent_coef": args.ent_coef,
             "vf_coef": args.vf_coef,

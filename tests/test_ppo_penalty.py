@@ -20,8 +20,8 @@ from test_ppo import (
 import ppo_penalty as ppo
 
 
-@pytest.mark.parametrize("norm_adv", [False, True])
-def test_penalty_takes_the_place_of_all_clipping(norm_adv):
+@pytest.mark.parametrize("norm_adv, clip_vloss", [(False, False), (True, False), (True, True)])
+def test_penalty_takes_the_place_of_the_clipped_ratio(norm_adv, clip_vloss):
     """Equation 8 of the paper, and its gradient in closed form."""
     agent = Outputs(torch.randn(64), torch.rand(64), torch.randn(64))
     batch = {
@@ -32,7 +32,7 @@ def test_penalty_takes_the_place_of_all_clipping(norm_adv):
         "advantages": torch.randn(64),
         "returns": torch.randn(64),
     }
-    args = ppo.Args(norm_adv=norm_adv, ent_coef=0.1, vf_coef=0.5)
+    args = ppo.Args(norm_adv=norm_adv, clip_vloss=clip_vloss, ent_coef=0.1, vf_coef=0.5)
     coefs = as_coefs(args, kl_coef=3.0)
     loss, metrics, grads = gradients(ppo.ppo_loss, agent, batch, coefs, args)
     metrics = dict(zip(ppo.METRICS, metrics.tolist(), strict=True))
@@ -44,14 +44,21 @@ def test_penalty_takes_the_place_of_all_clipping(norm_adv):
     errors = agent.values.detach() - batch["returns"]
     kl = (ratio - 1 - logratio).mean()
     policy_loss = -(advantages * ratio).mean()
-    value_loss = 0.5 * (errors**2).mean()
+    old_values = batch["values"]
+    clipped_values = agent.values.detach().clamp(old_values - 0.2, old_values + 0.2)
+    clipped_errors = clipped_values - batch["returns"]
+    has_gradient = errors.abs() >= clipped_errors.abs()
+    assert 0 < has_gradient.sum() < 64
+    if not clip_vloss:
+        clipped_errors, has_gradient = errors, 1.0
+    value_loss = 0.5 * torch.max(errors**2, clipped_errors**2).mean()
     entropy = agent.entropy.detach().mean()
     expected = policy_loss + 3.0 * kl - 0.1 * entropy + 0.5 * value_loss
     torch.testing.assert_close(loss, expected)
 
     in_logprobs = (-advantages * ratio + 3.0 * (ratio - 1)) / 64
     in_entropy = torch.full((64,), -0.1 / 64)
-    expected = torch.cat((in_logprobs, in_entropy, 0.5 * errors / 64))
+    expected = torch.cat((in_logprobs, in_entropy, 0.5 * errors * has_gradient / 64))
     torch.testing.assert_close(grads, expected)
     expected = (policy_loss, value_loss, entropy, -logratio.mean(), kl)
     assert [*metrics.values()] == pytest.approx([x.item() for x in expected], rel=1e-5)

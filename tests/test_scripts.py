@@ -47,6 +47,7 @@ DIFFERENT_FLAGS = {
     "hidden_sizes": "of which networks",
     "batch_size": "transitions or sequences",
     "norm_adv": "there may be no minibatches",
+    "clip_coef": "a penalty takes the place of the clipped ratio",
     "max_grad_norm": "two gradients, which are not clipped by default",
     "amp": "of which layers",
     "tau": "when the target moves",
