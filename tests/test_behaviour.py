@@ -866,7 +866,7 @@ DQN_ATARI_FLAGS = {
 DEFAULTS = {
     "ppo": PPO_FLAGS | HIDDEN,
     "ppo_mask": PPO_FLAGS | HIDDEN | {"env_id": "Taxi-v4"},
-    "ppo_penalty": HIDDEN,
+    "ppo_penalty": PPO_FLAGS | HIDDEN,
     "ppo_pettingzoo": PPO_FLAGS
     | HIDDEN
     | {

@@ -175,5 +175,6 @@ def test_toy_is_learned(run_script, flags):
     assert learned_share(module) > 0.8  # 1 is possible, 0.5 is chance
 
 
-def test_bad_flags_are_refused(refused):
-    assert "--kl-target must be above 0" in refused(ppo, ["--kl-target", "0"])
+@pytest.mark.parametrize("flag", ["--kl-target", "--clip-coef"])
+def test_bad_flags_are_refused(refused, flag):
+    assert f"{flag} must be above 0" in refused(ppo, [flag, "0"])
