@@ -34,7 +34,6 @@ from benchmark.suite import SuiteError, read_args, read_suite
 from benchmark.task import changed_flags, last_line, read_evaluation, state_of
 
 POLL_S = 0.5  # s between two looks at the runs
-SHOW_S = 30  # s between two lines on the progress where there is no terminal
 ENDS = ("finished", "failed")
 STATES = ("running", "begun", "waiting", *ENDS)
 
@@ -110,7 +109,7 @@ class Screen:
         self.steps = steps
         self.rows = {}
         self.states = {}
-        self.told = time.time()
+        self.told = ""
         self.live = Live(console=Console(), auto_refresh=False, transient=True)
 
     def look(self, running):
@@ -162,12 +161,12 @@ class Screen:
         return table
 
     def show(self):
-        """The table on a terminal; elsewhere a line now and then."""
+        """The table on a terminal; elsewhere a line when a run's state has changed."""
         if sys.stdout.isatty():
             self.live.update(self.table(), refresh=True)
-        elif time.time() - self.told > SHOW_S:
-            self.told = time.time()
-            print(self.summary(), flush=True)
+        elif self.told != self.summary():
+            self.told = self.summary()
+            print(self.told, flush=True)
 
     def print_table(self):
         Console(width=None if sys.stdout.isatty() else 200).print(self.table())
@@ -182,6 +181,7 @@ def do_all(backend, screen):
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda signum, _: signals.append(signum))
     taken = set()
+    screen.show()
     while not signals:
         left = [name for name, x in screen.states.items() if x not in ENDS and name not in taken]
         if not left:
@@ -236,7 +236,6 @@ def run_sweep(flags, folder, backend, screen):
                 (folder / "runs" / name / "failed").unlink()
         screen.rows.clear()
         screen.look(())
-    print(screen.summary(), flush=True)
     with screen.live:
         stopped = do_all(backend, screen)
     if stopped:

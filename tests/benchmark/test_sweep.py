@@ -30,6 +30,8 @@ def test_a_sweep_does_a_suite(lab):
     code, said = lab.run_sweep("--retries", "2")
     assert code == 1
     assert "0 running, 0 begun, 1 waiting, 2 finished, 2 failed" in said
+    progress = [line for line in said.splitlines() if line.endswith(" failed") and "begun" in line]
+    assert len(progress) > 2 and all(line != next for line, next in zip(progress, progress[1:]))
     assert (
         said.count("RuntimeError: [broken] at 0 (exit code 1)") == 2
     )  # as it ended, and in the end
