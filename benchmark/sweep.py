@@ -181,7 +181,6 @@ def do_all(backend, screen):
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda signum, _: signals.append(signum))
     taken = set()
-    screen.show()
     while not signals:
         left = [name for name, x in screen.states.items() if x not in ENDS and name not in taken]
         if not left:

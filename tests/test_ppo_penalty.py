@@ -44,21 +44,22 @@ def test_penalty_takes_the_place_of_the_clipped_ratio(norm_adv, clip_vloss):
     errors = agent.values.detach() - batch["returns"]
     kl = (ratio - 1 - logratio).mean()
     policy_loss = -(advantages * ratio).mean()
-    old_values = batch["values"]
-    clipped_values = agent.values.detach().clamp(old_values - 0.2, old_values + 0.2)
-    clipped_errors = clipped_values - batch["returns"]
-    has_gradient = errors.abs() >= clipped_errors.abs()
-    assert 0 < has_gradient.sum() < 64
-    if not clip_vloss:
-        clipped_errors, has_gradient = errors, 1.0
-    value_loss = 0.5 * torch.max(errors**2, clipped_errors**2).mean()
+    in_values = 0.5 * errors / 64
+    value_losses = errors**2
+    if clip_vloss:
+        old_values = batch["values"]
+        clipped_values = agent.values.detach().clamp(old_values - 0.2, old_values + 0.2)
+        value_losses = torch.max(value_losses, (clipped_values - batch["returns"]) ** 2)
+        in_values[value_losses > errors**2] = 0.0
+        assert 0 < (in_values == 0.0).sum() < 64
+    value_loss = 0.5 * value_losses.mean()
     entropy = agent.entropy.detach().mean()
     expected = policy_loss + 3.0 * kl - 0.1 * entropy + 0.5 * value_loss
     torch.testing.assert_close(loss, expected)
 
     in_logprobs = (-advantages * ratio + 3.0 * (ratio - 1)) / 64
     in_entropy = torch.full((64,), -0.1 / 64)
-    expected = torch.cat((in_logprobs, in_entropy, 0.5 * errors * has_gradient / 64))
+    expected = torch.cat((in_logprobs, in_entropy, in_values))
     torch.testing.assert_close(grads, expected)
     expected = (policy_loss, value_loss, entropy, -logratio.mean(), kl)
     assert [*metrics.values()] == pytest.approx([x.item() for x in expected], rel=1e-5)

@@ -43,7 +43,7 @@ def make_table(folder):
     for pair in PAIRS.strip().splitlines():
         names = [f"{name}.py" for name in pair.split()]
         counts = count(*(folder / name for name in names))
-        rows.append([f"`{name}`" for name in names] + [f"{n}" for n in (sum(counts), *counts)])
+        rows.append([f"`{name}`" for name in names] + [*map(str, (sum(counts), *counts))])
     header = ("from", "to", "all", "algorithm", "environments", "docstring and flags")
     return Table(header, rows, "llrrrr")
 
