@@ -101,7 +101,7 @@ class Screen:
     """What the user sees: on a terminal a table that is drawn anew, elsewhere lines.
 
     steps: {name: total_timesteps}; rows: {name: the table's row} of those that have ended; states:
-    {name: state} as they were seen last.
+    {name: state} as they were seen last; told: the last line that counts them.
     """
 
     def __init__(self, folder, steps):
