@@ -202,15 +202,16 @@ def improvements(runs):
 
 
 def gains(runs):
-    """What variants gain on their script's defaults -> frame of intervals() and base.
+    """What variants gain on their script's defaults -> frame of intervals(), chance and base.
 
-    Gains are in normalised scores, over the environments that both have. Where defaults have scores
-    in one environment only there are none.
+    Gains are in normalised scores, over the environments that both have; chance is the estimate of
+    improvement(). Where defaults have scores in one environment only there are none.
     """
     scores = scores_of(normalised(runs), "normalised")
-    parts = [intervals([]).assign(base="")]
+    parts = [intervals([]).assign(chance="", base="")]
     for script, base in bases(runs).items():
         rows = []
+        chances = []
         for variant in runs.loc[runs["script"] == script, "variant"].unique():
             if variant == base or len(scores.get(base, ())) < 2 or variant not in scores:
                 continue
@@ -218,5 +219,7 @@ def gains(runs):
             if mine:
                 name = variant.removeprefix(script).strip()
                 rows.append((name, variant, len(mine), *gain(mine, theirs)))
-        parts.append(intervals(rows).sort_values("value", ascending=False).assign(base=base))
+                chances.append(improvement(mine, theirs))
+        part = intervals(rows).assign(chance=chances, base=base)
+        parts.append(part.sort_values("value", ascending=False))
     return pd.concat(parts, ignore_index=True)

@@ -153,13 +153,16 @@ def gains_table(runs, gains):
     env_ids = sorted(runs.dropna(subset="score")["env_id"].unique())
     lines = []
     for base, own in gains.groupby("base", sort=False):
-        lines.append((f"`{base}`", *score_cells(runs, base, env_ids), ""))
+        lines.append((f"`{base}`", *score_cells(runs, base, env_ids), "", ""))
         for row in own.itertuples():
-            found = with_interval(row.value, row.low, row.high)
-            lines.append((f"`{row.name}`", *score_cells(runs, row.variant, env_ids), found))
-    label = "all: IQM of normalised scores minus the defaults' [95 % interval]"
-    align = f"l{'r' * (len(env_ids) + 1)}"
-    return Table(("variant", *env_ids, label), lines, align) if lines else None
+            found = (with_interval(row.value, row.low, row.high), with_interval(*row.chance))
+            lines.append((f"`{row.name}`", *score_cells(runs, row.variant, env_ids), *found))
+    labels = (
+        "all: IQM of normalised scores minus the defaults' [95 % interval]",
+        "all: probability that a run is better than one of the defaults [95 % interval]",
+    )
+    align = f"l{'r' * (len(env_ids) + 2)}"
+    return Table(("variant", *env_ids, *labels), lines, align) if lines else None
 
 
 def score_cells(runs, variant, env_ids):

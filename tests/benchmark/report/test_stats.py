@@ -201,5 +201,8 @@ def test_gains_are_on_the_defaults_the_best_first(several):
     found = stats.gains(several)
     assert found["name"].tolist() == ["best", "awful"] and set(found["base"]) == {"vpg"}
     assert found["value"].tolist() == pytest.approx([0.0, -0.5])
+    for runs in (several, several[::-1]):  # the best is the first or the last of the runs
+        chances = stats.gains(runs)["chance"].tolist()
+        assert [x[0] for x in chances] == pytest.approx([0.5, 0.05])
     alone = several[several["env_id"] == "A-v0"]
     assert stats.gains(alone).empty

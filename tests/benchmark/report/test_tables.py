@@ -105,10 +105,16 @@ def gained(make_runs):
 
 def test_gains_table_has_scores_and_gains(gained):
     table = tables.gains_table(gained, stats.gains(gained))
-    assert table.header[:3] == ("variant", "A-v0", "B-v0") and table.align == "lrrr"
+    assert table.header[:3] == ("variant", "A-v0", "B-v0") and table.align == "lrrrr"
     assert table.rows == [
-        ("`vpg`", "1.00 +- 0.00", "1.00 +- 0.00", ""),
-        ("`worse`", "0.00 +- 0.00", "0.00 (1 seed)", "-1.00 [-1.00, -1.00]"),
+        ("`vpg`", "1.00 +- 0.00", "1.00 +- 0.00", "", ""),
+        (
+            "`worse`",
+            "0.00 +- 0.00",
+            "0.00 (1 seed)",
+            "-1.00 [-1.00, -1.00]",
+            "0.00 [0.00, 0.00]",
+        ),
     ]
     assert tables.gains_table(gained, stats.gains(gained)[:0]) is None
 
