@@ -7,9 +7,9 @@ SEARCH is a suite's file in which flags have ranges, with a table of what scores
 is the interquartile mean of their scores. One that loses to the best trial by Wilcoxon's test ends
 before all its runs are done.
 
-A score on the seeds of a search is no result. So the best trial's values are run again, with as
-many other seeds as --seeds says, beside the defaults: DIR/winner-NUMBER. DIR/report has curves and
-tables of these runs, and Optuna's figures of the trials.
+A score on the seeds of a search is no result. So the values of the best trials, as many as
+--finalists says, are run again with --seeds other seeds, beside the defaults: DIR/finals-NUMBERS.
+DIR/report has curves and tables of these runs, and Optuna's figures of the trials.
 
 Given again, the same command goes on. Several at once, on machines that share DIR, share the work.
 """
@@ -50,7 +50,8 @@ class Flags:
 
     search: tyro.conf.Positional[Path]  # a file with ranges
     trials: int = 100  # sets of values that are tried, by all commands together
-    seeds: int = 10  # of the best trial's runs beside the defaults; 0: no such runs
+    finalists: int = 3  # best trials that are run again, beside the defaults
+    seeds: int = 10  # of the runs of each of them; 0: no such runs
     dir: Path | None = None  # folder of the search (default: sweeps/SEARCH)
 
 
@@ -82,7 +83,8 @@ class Search:
             raise SuiteError(f"{path} has no flag with a range")
         self.suggest(optuna.create_study().ask())
         with tempfile.TemporaryDirectory() as folder:
-            runs = self.write_suite(Path(folder, "suite.toml"), {}, [self.first_seed])
+            path = Path(folder, "suite.toml")
+            runs = self.write_suite(path, {"default": {}}, [self.first_seed])
             args = read_args(runs)
         for name in self.ranges:
             if not any(name in own for own in args.values()):
@@ -105,19 +107,20 @@ class Search:
     def write_suite(self, path, values, seeds=None):
         """Writes the suite of a trial's values; returns its runs.
 
-        With seeds: of two variants with these seeds, the values and the defaults.
+        With seeds: of variants with these seeds, {name: a trial's values}.
         """
         lines = []
         for table in self.tables:
             flags = table.get("flags", {})
             fixed = {name: x for name, x in flags.items() if not isinstance(x, dict)}
-            own = {name: x for name, x in values.items() if isinstance(flags.get(name), dict)}
+            ranged = flags.keys() - fixed.keys()
             if "init_from" in fixed:
                 fixed["init_from"] = str(self.path.parent / str(fixed["init_from"]))
-            keys = {"flags": fixed | own}
             if seeds:
-                variants = {"default": {}, "winner": own}
+                variants = {name: select(own, ranged) for name, own in values.items()}
                 keys = {"flags": fixed, "seeds": seeds, "variants": variants}
+            else:
+                keys = {"flags": fixed | select(values, ranged)}
             script = self.path.parent / table["script"]
             if script.is_file():
                 keys["script"] = str(script)
@@ -133,6 +136,11 @@ class Search:
         returns = read_evaluation(run_dir)
         score = (np.mean(returns) - bad) / (good - bad) if returns else 0.0
         return float(score) if math.isfinite(score) else 0.0
+
+
+def select(values, names):
+    """Those of a dict's values that have one of names."""
+    return {name: value for name, value in values.items() if name in names}
 
 
 def is_scale(scores):
@@ -270,16 +278,36 @@ def do_trial(study, trial, search, folder, words):
 # The end
 
 
-def do_winner(study, search, folder, count, words):
-    """Runs the best trial's values and the defaults with other seeds; returns the exit code."""
+def best_trials(study, search, count):
+    """Those with the highest values, no two of which have the same flags -> {name: flags}."""
+    trials = study.get_trials(states=(TrialState.COMPLETE,))
+    found = {}
+    for trial in sorted(trials, key=lambda trial: -trial.value):
+        values = search.suggest(trial)
+        if values not in found.values() and len(found) < count:
+            found[f"trial-{trial.number}"] = values
+    return found
+
+
+def do_finals(best, search, folder, count, words):
+    """Runs the best trials' flags and the defaults with other seeds; returns the exit code."""
     seeds = list(range(search.first_seed, search.first_seed + count))
-    search.write_suite(folder / "suite.toml", search.suggest(study.best_trial), seeds)
+    variants = {"default": {}} | best
+    runs = search.write_suite(folder / "suite.toml", variants, seeds)
     with sweep(folder, words) as process:
-        return process.wait()
+        code = process.wait()
+    scores = {variant: [] for variant in variants}
+    for name, run in runs.items():
+        if state_of(folder / "runs" / name) in ENDS:
+            scores[name.split("__")[-2]].append(search.score(run, folder / "runs" / name))
+    for variant, own in scores.items():
+        value = f"{trim_mean(own, 0.25):.3f} in {len(own)} runs" if own else "no runs"
+        print(f"{variant}: {value}; {json.dumps(variants[variant])}")
+    return code
 
 
-def write_report(study, winner, out):
-    """Writes DIR/report: Optuna's figures of the trials, and the report of the winner's runs."""
+def write_report(study, finals, out):
+    """Writes DIR/report: Optuna's figures of the trials, and the report of the finalists' runs."""
     out.mkdir(exist_ok=True)
     study.trials_dataframe().to_csv(out / "trials.csv", index=False)
     plots = optuna.visualization
@@ -290,8 +318,8 @@ def write_report(study, winner, out):
     pages = [x.to_html(include_plotlyjs=x is drawn[0], **options) for x in drawn]
     (out / "trials.html").write_text("".join(pages), encoding="utf-8")
     print(out / "trials.html")
-    if (winner / "runs").is_dir():
-        report.draw(report.Args(runs=(winner,), out=out))
+    if (finals / "runs").is_dir():
+        report.draw(report.Args(runs=(finals,), out=out))
         print(out / "report.html")
 
 
@@ -304,8 +332,8 @@ def main():
     warnings.filterwarnings("ignore", "The reported value is ignored")  # of a trial that goes on
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
-    if flags.trials < 1 or flags.seeds < 0:
-        fail("--trials must be above 0, and --seeds not below")
+    if min(flags.trials, flags.finalists) < 1 or flags.seeds < 0:
+        fail("--trials and --finalists must be above 0, and --seeds not below")
     folder = (flags.dir or Path("sweeps", flags.search.stem)).absolute()
     sys.argv = ["python -m benchmark.search", "SEARCH", *words]
     try:
@@ -323,9 +351,10 @@ def main():
     if study.get_trials(states=(TrialState.RUNNING,)):
         print("the last trials are in the hands of other commands, which go on")
         return
-    winner = folder / f"winner-{study.best_trial.number}"
-    code = do_winner(study, search, winner, flags.seeds, words) if flags.seeds else 0
-    write_report(study, winner, folder / "report")
+    best = best_trials(study, search, flags.finalists)
+    finals = folder / "-".join(["finals", *(name.removeprefix("trial-") for name in best)])
+    code = do_finals(best, search, finals, flags.seeds, words) if flags.seeds else 0
+    write_report(study, finals, folder / "report")
     sys.exit(code)
 
 

@@ -80,39 +80,37 @@ def searches(lab):
     return Searches(lab)
 
 
-def test_a_search_ends_with_its_winner_beside_the_defaults(searches):
+def test_a_search_ends_with_its_best_trials_beside_the_defaults(searches):
     searches.write(["Good-v0"])
-    searches.run("--trials", "5", "--seeds", "3")
+    said = searches.run("--trials", "5", "--seeds", "3", "--finalists", "2")
     trials = searches.trials()
     assert [trial.state.name for trial in trials] == 5 * ["COMPLETE"]
     for trial in trials:
         size = json.loads(trial.params["sizes"])[0]
         # Of the two seeds' evaluations, seed + size - 1/2, on the scale of [scores]
         assert trial.value == pytest.approx((1.5 + size - 0.5 - 1) / 10)
-    best = max(json.loads(trial.params["sizes"])[0] for trial in trials)
-    names = [
-        f"Good-v0__fake__{variant}__{seed}"
-        for variant in ("default", "winner")
-        for seed in (3, 4, 5)
-    ]
-    number = next(x.number for x in trials if json.loads(x.params["sizes"])[0] == best)
-    runs = searches.out / f"winner-{number}" / "runs"
-    assert sorted(path.name for path in runs.iterdir()) == names
-    for name in names:
-        args = json.loads((runs / name / "config.json").read_text())["args"]
-        assert args["sizes"] == ([best, 1] if "winner" in name else [1, 2])
-        assert args["fast"] is False
+    first = {trial.params["sizes"]: trial.number for trial in reversed(trials)}
+    best = sorted(first, key=lambda sizes: -json.loads(sizes)[0])[:2]
+    finals = searches.out / "-".join(["finals", *(str(first[sizes]) for sizes in best)])
+    expected = {"default": [1, 2]} | {f"trial-{first[sizes]}": json.loads(sizes) for sizes in best}
+    names = {f"Good-v0__fake__{name}__{seed}": name for name in expected for seed in (3, 4, 5)}
+    assert {path.name for path in (finals / "runs").iterdir()} == set(names)
+    for run, name in names.items():
+        args = json.loads((finals / "runs" / run / "config.json").read_text())["args"]
+        assert args["sizes"] == expected[name] and args["fast"] is False
+    for name, sizes in expected.items():  # seed 4 is in the middle
+        assert f"\n{name}: {(4 + sizes[0] - 0.5 - 1) / 10:.3f} in 3 runs; " in said
     report = searches.out / "report"
-    assert "winner" in (report / "report.html").read_text()
+    assert all(name in (report / "report.html").read_text() for name in expected)
     page = (report / "trials.html").read_text()
     assert page.count("Plotly.newPlot") == 4 and '"parcoords"' in page
     assert pd.read_csv(report / "trials.csv")["value"].tolist() == [x.value for x in trials]
     # More trials, of which another one wins
     study = search.open_study(search.Search(searches.path), searches.out)
     study.add_trial(optuna.create_trial(**WINNER))
-    searches.run("--trials", "7", "--seeds", "1")
+    searches.run("--trials", "7", "--seeds", "1", "--finalists", "1")
     assert len(searches.trials()) == 7
-    assert (searches.out / "winner-5" / "runs" / "Good-v0__fake__winner__3").is_dir()
+    assert (searches.out / "finals-5" / "runs" / "Good-v0__fake__trial-5__3").is_dir()
     assert all(steps == list("123456") for steps in searches.steps().values())
 
 
@@ -148,7 +146,8 @@ def test_a_sweep_begins_when_the_one_before_has_let_the_folder_go(tmp_path):
 
 def test_two_commands_share_the_trials(searches):
     searches.write(["Good-v0"], seeds=1)
-    processes = [searches.start("--trials", "4", "--seeds", "1") for _ in range(2)]
+    flags = ("--trials", "4", "--seeds", "1", "--finalists", "1")
+    processes = [searches.start(*flags) for _ in range(2)]
     said = [searches.lab.finish(process) for process in processes]
     assert {code for code, _ in said} == {0}, said
     assert [trial.state.name for trial in searches.trials()] == 4 * ["COMPLETE"]
@@ -185,7 +184,7 @@ def test_failed_runs_score_0(searches):
 
 
 def test_a_trial_all_of_whose_runs_fail_has_0(searches):
-    """And the search goes on. Its end says that the winner's runs have failed."""
+    """And the search goes on. Its end says that the best trial's runs have failed."""
     searches.write(["Never-v0"], seeds=1)
     searches.run("--trials", "2", "--seeds", "1", "--retries", "0", code=1)
     assert [trial.value for trial in searches.trials()] == [0.0, 0.0]
@@ -232,7 +231,8 @@ def test_a_return_that_is_no_number_scores_0(searches, tmp_path):
     [
         ("Nothing-v0", (), 1, "trial 0 isn't finished: "),
         ("Good-v0", ("--workers", "0"), 2, "error: --workers must be above 0"),
-        ("Good-v0", ("--trials", "0"), 2, "--trials must be above 0"),
+        ("Good-v0", ("--trials", "0"), 2, "--trials and --finalists must be above 0"),
+        ("Good-v0", ("--finalists", "0"), 2, "--trials and --finalists must be above 0"),
         ("Good-v0", ("--seeds", "-1"), 2, "--seeds not below"),
         ("Good-v0", ("--trails", "1"), 2, "--trails"),
     ],
@@ -292,7 +292,7 @@ def test_wrong_files_are_refused_with_one_sentence(searches, change, words):
 
 
 def test_tables_have_their_own_ranges(searches):
-    """Those that have a range share its value; fixed values stay, also in the winner's suite."""
+    """Those that have a range share its value; fixed values stay, also in the finals' suite."""
     text = searches.write(["Good-v0"]).read_text()
     table = text.split("[scores]")[0]
     fixed = table.replace("Good", "Gate").replace("{ choices = [[2, 1], [7, 1], [4, 1]] }", "[9]")
@@ -303,15 +303,15 @@ def test_tables_have_their_own_ranges(searches):
     runs = found.write_suite(path, {"sizes": [5, 5]})
     sizes = [run.flags.get("sizes") for run in runs.values()]
     assert sizes == [[5, 5], [5, 5], [9], [9], None]
-    runs = found.write_suite(path, {"sizes": [5, 5]}, [7])
+    runs = found.write_suite(path, {"default": {}, "trial-4": {"sizes": [5, 5]}}, [7])
     sizes = {name: run.flags.get("sizes") for name, run in runs.items()}
     assert sizes == {
         "Good-v0__fake__default__7": None,
-        "Good-v0__fake__winner__7": [5, 5],
+        "Good-v0__fake__trial-4__7": [5, 5],
         "Gate-v0__fake__default__7": [9],
-        "Gate-v0__fake__winner__7": [9],
+        "Gate-v0__fake__trial-4__7": [9],
         "Never-v0__fake__default__7": None,
-        "Never-v0__fake__winner__7": None,
+        "Never-v0__fake__trial-4__7": None,
     }
     other = table.replace("Good", "Gate").replace("[2, 1]", "[3, 1]")
     searches.path.write_text(f"{table}{other}{SCORES}")
