@@ -114,6 +114,16 @@ def test_a_search_ends_with_its_best_trials_beside_the_defaults(searches):
     assert all(steps == list("123456") for steps in searches.steps().values())
 
 
+def test_no_two_of_the_best_trials_have_the_same_flags(searches):
+    study = optuna.create_study(direction="maximize")
+    for value, sizes in ((1, "[2, 1]"), (3, "[7, 1]"), (2, "[7, 1]"), (1.5, "[4, 1]")):
+        study.add_trial(
+            optuna.create_trial(**WINNER | {"value": value, "params": {"sizes": sizes}})
+        )
+    found = search.best_trials(study, search.Search(searches.write(["Good-v0"])), 2)
+    assert list(found.items()) == [("trial-1", {"sizes": [7, 1]}), ("trial-3", {"sizes": [4, 1]})]
+
+
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_search_goes_on_with_its_trial(searches, signum):
     """At once, when its sweep may still be saving. No step is lost or done twice."""
