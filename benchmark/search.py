@@ -104,10 +104,10 @@ class Search:
                 raise SuiteError(f"{self.path}: the range of {name} is wrong: {error}") from None
         return values
 
-    def write_suite(self, path, values, seeds=None):
-        """Writes the suite of a trial's values; returns its runs.
+    def write_suite(self, path, variants, seeds=None):
+        """Writes a suite of variants, {name: a trial's values}; returns its runs.
 
-        With seeds: of variants with these seeds, {name: a trial's values}.
+        One without a name adds nothing to its runs' names. seeds: other ones than the file's.
         """
         lines = []
         for table in self.tables:
@@ -116,11 +116,8 @@ class Search:
             ranged = flags.keys() - fixed.keys()
             if "init_from" in fixed:
                 fixed["init_from"] = str(self.path.parent / str(fixed["init_from"]))
-            if seeds:
-                variants = {name: select(own, ranged) for name, own in values.items()}
-                keys = {"flags": fixed, "seeds": seeds, "variants": variants}
-            else:
-                keys = {"flags": fixed | select(values, ranged)}
+            own = {name: select(values, ranged) for name, values in variants.items()}
+            keys = {"flags": fixed, "variants": own, "seeds": seeds or table["seeds"]}
             script = self.path.parent / table["script"]
             if script.is_file():
                 keys["script"] = str(script)
@@ -239,7 +236,7 @@ def sweep(folder, words, **options):
 def do_trial(study, trial, search, folder, words):
     """Does a trial's runs, and tells the study."""
     values = search.suggest(trial)
-    runs = search.write_suite(folder / "suite.toml", values)
+    runs = search.write_suite(folder / "suite.toml", {"": values})
     scores = {}
     pruned = False
     try:
@@ -296,13 +293,12 @@ def do_finals(best, search, folder, count, words):
     runs = search.write_suite(folder / "suite.toml", variants, seeds)
     with sweep(folder, words) as process:
         code = process.wait()
-    scores = {variant: [] for variant in variants}
-    for name, run in runs.items():
-        if state_of(folder / "runs" / name) in ENDS:
-            scores[name.split("__")[-2]].append(search.score(run, folder / "runs" / name))
-    for variant, own in scores.items():
-        value = f"{trim_mean(own, 0.25):.3f} in {len(own)} runs" if own else "no runs"
-        print(f"{variant}: {value}; {json.dumps(variants[variant])}")
+    ended = [name for name in runs if state_of(folder / "runs" / name) in ENDS]
+    for variant, values in variants.items():
+        own = [name for name in ended if f"__{variant}__" in name]
+        scores = [search.score(runs[name], folder / "runs" / name) for name in own]
+        value = f"{trim_mean(scores, 0.25):.3f}" if scores else "no score"
+        print(f"{variant}: {value} in {len(own)} runs; {json.dumps(values)}")
     return code
 
 

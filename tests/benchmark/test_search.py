@@ -310,7 +310,7 @@ def test_tables_have_their_own_ranges(searches):
     searches.path.write_text(f"{table}{fixed}{without}{SCORES}")
     found = search.Search(searches.path)
     path = searches.out / "suite.toml"
-    runs = found.write_suite(path, {"sizes": [5, 5]})
+    runs = found.write_suite(path, {"": {"sizes": [5, 5]}})
     sizes = [run.flags.get("sizes") for run in runs.values()]
     assert sizes == [[5, 5], [5, 5], [9], [9], None]
     runs = found.write_suite(path, {"default": {}, "trial-4": {"sizes": [5, 5]}}, [7])
@@ -359,7 +359,7 @@ def test_a_trial_has_what_the_file_has(searches):
     path = searches.write(["Good-v0"], flags=flags.replace("rate", "num_threads"))
     found = search.Search.__new__(search.Search)  # whose flags no script need have
     found.path, found.tables = path, search.read_file(path, ["scores"])["runs"]
-    runs = found.write_suite(searches.out / "trials" / "0" / "suite.toml", {})
+    runs = found.write_suite(searches.out / "trials" / "0" / "suite.toml", {"": {}})
     assert {run.script for run in runs.values()} == {searches.lab.script}
     expected = {"total_timesteps": 6, "fast": False, "num_threads": float("inf")}
     expected["init_from"] = str(path.parent / "old 😀")
