@@ -35,9 +35,8 @@ def escaped(text):
 def number(x, like=None):
     """A return to read: 1,443, 88.8 or -6.71; with the digits that like would have, if given."""
     size = abs(x if like is None else like)
-    if size >= 1000:
-        return f"{x:,.0f}"
-    return f"{x:.1f}" if size >= 10 else f"{x:.2f}"
+    digits = 0 if size >= 1000 else 1 if size >= 10 else 2
+    return f"{round(float(x), digits) + 0.0:,.{digits}f}"  # + 0.0: -0.001 is 0.00
 
 
 def with_interval(value, low, high):

@@ -41,6 +41,7 @@ def test_mean_and_deviation_have_the_digits_of_the_larger(values, text):
 def test_intervals_have_the_digits_of_the_largest_bound():
     assert tables.with_interval(999.0, 5.0, 1234.5) == "999 [5, 1,234]"
     assert tables.with_interval(0.5, -0.25, 0.75) == "0.50 [-0.25, 0.75]"
+    assert tables.with_interval(-0.001, -0.25, 0.75) == "0.00 [-0.25, 0.75]"
     assert tables.with_interval(7.0, math.nan, math.nan) == "7.00 [one seed]"
     assert tables.with_interval(math.nan, math.nan, math.nan) == "-"
 
