@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import torch
 import tyro
 from huggingface_hub import (
     CommitOperationAdd,
@@ -31,6 +32,7 @@ from huggingface_hub.utils import validate_repo_id
 from tyro.conf import Positional, subcommand
 
 from benchmark.sweep import fail
+from benchmark.task import read_evaluation
 
 # Of a run's folder, what another person has a use for
 SENT = ("config.json", "*.py", "checkpoint.pt", "best.pt", "evaluation.json", "episodes.csv")
@@ -84,10 +86,18 @@ class Download:
 def make_card(run, repo):
     """The model card of a run's folder, with the metadata of the Hub's RL models."""
     config = json.loads((run / "config.json").read_text())
-    returns = json.loads((run / "evaluation.json").read_text())["returns"]
-    args = config["args"]
-    script = Path(config["command"][0]).name
+    returns = read_evaluation(run)
+    saved = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
+    args = saved["args"]
+    script, *words = config["command"]
+    script = Path(script).name
+    if args["total_timesteps"] != config["args"]["total_timesteps"]:  # --resume has changed it
+        words += ["--total-timesteps", str(args["total_timesteps"])]
     name = repo.split("/")[-1]
+    start = ["uv", "run"]
+    if "torchrun" in (run / script).read_text():
+        start += ["--with-requirements", f"{name}/{script}"]
+        start += ["torchrun", "--standalone", "--nproc-per-node=1"]
     score = f"{np.mean(returns):.2f} +/- {np.std(returns):.2f}"
     result = EvalResult(
         task_type="reinforcement-learning",
@@ -114,7 +124,7 @@ def make_card(run, repo):
         score=score,
         repo=repo,
         name=name,
-        command=shlex.join(["uv", "run", f"{name}/{script}", *config["command"][1:]]),
+        command=shlex.join([*start, f"{name}/{script}", *words]),
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n{text}")
 
@@ -124,6 +134,8 @@ def upload(flags):
     for name in ("config.json", "evaluation.json", "checkpoint.pt"):
         if not (run / name).is_file():
             fail(f"{run} is no finished run: it has no {name}")
+    if not read_evaluation(run):
+        fail(f"{run} is no finished run: its evaluation.json has no returns")
     paths = sorted(path for pattern in SENT for path in run.glob(pattern))
     files = {path.name: path for path in paths}
     films = sorted(run.glob("videos/end/*.mp4"))
@@ -138,7 +150,7 @@ def upload(flags):
         print(f"\n{card}\nnothing was sent to {flags.repo}: --yes sends it")
         return
     api = HfApi()
-    url = api.create_repo(flags.repo, private=flags.private)
+    url = api.create_repo(flags.repo, private=flags.private, exist_ok=True)
     operations = [CommitOperationAdd(name, source) for name, source in files.items()]
     api.create_commit(flags.repo, operations, commit_message=f"Run {run.absolute().name}")
     print(url)
@@ -149,7 +161,10 @@ def download(flags):
     begun = folder / ".cache" / "huggingface"  # there until all is
     if folder.exists() and not begun.exists():
         fail(f"{folder} is there already: choose another --dir")
-    HfApi().model_info(flags.repo)  # without the Hub the next line takes what is there for all
+    # Without the Hub snapshot_download would take what is there for all
+    names = {file.rfilename for file in HfApi().model_info(flags.repo).siblings}
+    if not {"config.json", "checkpoint.pt"} <= names:
+        fail(f"{flags.repo} has no run of these scripts")
     snapshot_download(flags.repo, local_dir=folder, ignore_patterns=[".gitattributes"])
     shutil.rmtree(folder / ".cache")
     scripts = [path.name for path in folder.glob("*.py")]

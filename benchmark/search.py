@@ -83,8 +83,8 @@ class Search:
             raise SuiteError(f"{path} has no flag with a range")
         self.suggest(optuna.create_study().ask())
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "suite.toml")
-            runs = self.write_suite(path, {"default": {}}, [self.first_seed])
+            suite = Path(folder, "suite.toml")
+            runs = self.write_suite(suite, {"default": {}}, [self.first_seed])
             args = read_args(runs)
         for name in self.ranges:
             if not any(name in own for own in args.values()):
@@ -144,7 +144,7 @@ def is_scale(scores):
     """Whether it is [of a bad policy, of a good one]."""
     match scores:
         case [int() | float() as bad, int() | float() as good]:
-            return bad != good and math.isfinite(bad) and math.isfinite(good)
+            return bad < good and math.isfinite(bad) and math.isfinite(good)
     return False
 
 
@@ -242,8 +242,8 @@ def do_trial(study, trial, search, folder, words):
     try:
         read_args(runs)
     except SuiteError as error:
-        study.tell(trial, 0.0)
-        print(f"trial {trial.number}: 0, since it can't be run: {error}", flush=True)
+        study.tell(trial, state=TrialState.PRUNED)  # with a value it could come into the finals
+        print(f"trial {trial.number} can't be run: {error}", flush=True)
         return
     with open(folder / "sweep.log", "a") as log:
         with sweep(folder, words, stdout=log, stderr=log) as process:
@@ -262,7 +262,8 @@ def do_trial(study, trial, search, folder, words):
         study.tell(trial, state=TrialState.PRUNED)
         found = f"pruned after {len(scores)} of {len(runs)} runs"
     elif len(scores) < len(runs):  # lost, or they could not begin
-        said = last_line(folder / "sweep.log")
+        lost = next(name for name in runs if name not in scores)
+        said = last_line(folder / "logs" / f"{lost}.log") or last_line(folder / "sweep.log")
         print(f"trial {trial.number} isn't finished: {said}; the same command goes on with it")
         sys.exit(code)
     else:
@@ -333,10 +334,12 @@ def main():
     folder = (flags.dir or Path("sweeps", flags.search.stem)).absolute()
     sys.argv = ["python -m benchmark.search", "SEARCH", *words]
     try:
-        read_sweep_flags()  # ends the program where they are wrong
+        sweep_flags, _ = read_sweep_flags()  # ends the program where they are wrong
+        if sweep_flags.status or sweep_flags.dry_run:
+            fail("--status and --dry-run are for benchmark.sweep, with the suite.toml of a trial")
         search = Search(flags.search)
         study = open_study(search, folder)
-    except (SuiteError, BackendError, FileExistsError) as error:
+    except (SuiteError, BackendError, OSError) as error:
         fail(error)
     while taken := take_trial(study, folder, flags.trials):
         trial, lock = taken
@@ -348,7 +351,15 @@ def main():
         print("the last trials are in the hands of other commands, which go on")
         return
     best = best_trials(study, search, flags.finalists)
+    if not best:
+        fail("no trial has a value")
     finals = folder / "-".join(["finals", *(name.removeprefix("trial-") for name in best)])
+    lock = FileLock(folder / "finals.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print("the finals are in the hands of another command, which goes on")
+        return
     code = do_finals(best, search, finals, flags.seeds, words) if flags.seeds else 0
     write_report(study, finals, folder / "report")
     sys.exit(code)

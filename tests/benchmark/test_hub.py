@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,9 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+import torch
 from huggingface_hub import ModelCard
 
 from benchmark import ROOT
+from benchmark.hub import make_card
 
 COMMIT = 40 * "a"
 FLAGS = "--total-timesteps 512 --no-compile --seed 7 --run-name run --eval-episodes 3"
@@ -35,8 +38,9 @@ class Handler(BaseHTTPRequestHandler):
         if server.refuse:
             return self.reply({"error": "no such repository"}, 404)
         if self.path == "/api/repos/create":
+            code = 409 if server.made else 200  # it is there already
             server.made = json.loads(body)
-            return self.reply({"url": f"{server.url}/me/cart", "name": "me/cart"})
+            return self.reply({"url": f"{server.url}/me/cart", "name": "me/cart"}, code)
         if self.path == "/api/validate-yaml":
             return self.reply({"errors": [], "warnings": []})
         if "/preupload/" in self.path:
@@ -84,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
 def hub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.url = f"http://127.0.0.1:{server.server_port}"
-    server.files, server.requests, server.refuse = {}, [], False
+    server.files, server.requests, server.refuse, server.made = {}, [], False, None
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -132,17 +136,19 @@ def test_a_run_comes_back_from_the_hub_and_plays_as_before(hub, folder, server, 
     events = {path.name for path in run.glob("events*")}
     assert hub.files.keys() == names | events | {"README.md", "replay.mp4"} and events
     assert hub.files["replay.mp4"] == b"end"
-    said = call(tmp_path, hub, "download", "me/cart")
-    assert "python ppo.py --evaluate runs/cart" in said
-    found = tmp_path / "runs" / "cart"
+    assert f"{hub.url}/me/cart" in call(folder, hub, "upload", "runs/run", "me/cart", "--yes")
+    said = call(tmp_path, hub, "download", "me/cart", "--dir", "fetched")
+    assert "python ppo.py --evaluate fetched/cart" in said
+    found = tmp_path / "fetched" / "cart"
     assert {path.name for path in found.iterdir()} == hub.files.keys()
     for name in names:
         assert (found / name).read_bytes() == (run / name).read_bytes()
-    result = server.run(found / "ppo.py", tmp_path, "--evaluate runs/cart")
+    result = server.run(found / "ppo.py", tmp_path, "--evaluate fetched/cart")
     assert result.returncode == 0, result.stderr
     old, new = (json.loads((x / "evaluation.json").read_text()) for x in (run, found))
     assert old["returns"] == new["returns"]
-    assert "is there already" in call(tmp_path, hub, "download", "me/cart", code=2)
+    said = call(tmp_path, hub, "download", "me/cart", "--dir", "fetched", code=2)
+    assert "is there already" in said
 
 
 def test_a_download_that_was_interrupted_goes_on(hub, folder, tmp_path):
@@ -168,12 +174,30 @@ def test_the_card_has_what_the_hub_reads(hub, folder):
     returns = json.loads((folder / "runs" / "run" / "evaluation.json").read_text())["returns"]
     (result,) = card.data.eval_results
     assert result.metric_value == f"{np.mean(returns):.2f} +/- {np.std(returns):.2f}"
-    assert (result.metric_type, result.dataset_name) == ("mean_reward", "CartPole-v1")
+    assert (result.metric_type, result.metric_name) == ("mean_reward", "mean_reward")
+    assert (result.dataset_type, result.dataset_name) == ("CartPole-v1", "CartPole-v1")
+    assert result.task_type == card.data.pipeline_tag == "reinforcement-learning"
     tags = {"CartPole-v1", "reinforcement-learning", "deep-reinforcement-learning"}
     assert set(card.data.tags) == tags
-    assert f"uv run cart/ppo.py {FLAGS}" in card.text
+    assert "hf download me/cart --local-dir cart" in card.text
+    assert f"uv run cart/ppo.py {FLAGS}\n" in card.text
     assert "uv run cart/ppo.py --evaluate cart" in card.text
     assert "with seed 7 for 512 steps. In 3\nepisodes" in card.text
+
+
+def test_the_card_of_a_lengthened_run_and_of_one_of_torchrun(folder, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(folder / "runs" / "run", run)
+    saved = torch.load(run / "checkpoint.pt")
+    saved["args"]["total_timesteps"] = 1024
+    torch.save(saved, run / "checkpoint.pt")
+    with open(run / "ppo.py", "a") as file:
+        file.write("# torchrun starts it")
+    card = make_card(run, "me/cart")
+    assert "for 1,024 steps" in card.text
+    command = "uv run --with-requirements cart/ppo.py torchrun --standalone --nproc-per-node=1"
+    assert f"{command} cart/ppo.py {FLAGS} --total-timesteps 1024\n" in card.text
+    assert "uv run cart/ppo.py --evaluate cart" in card.text
 
 
 def test_without_yes_nothing_is_sent(hub, folder):
@@ -183,6 +207,15 @@ def test_without_yes_nothing_is_sent(hub, folder):
 
 def test_what_cannot_be_sent_or_fetched(hub, folder, tmp_path):
     assert "no finished run" in call(folder, hub, "upload", "runs", "me/cart", code=2)
+    half = tmp_path / "half"
+    shutil.copytree(folder / "runs" / "run", half)
+    for text in ('{"returns": []}', "{"):
+        (half / "evaluation.json").write_text(text)
+        said = call(folder, hub, "upload", str(half), "me/cart", code=2)
+        assert "no finished run: its evaluation.json has no returns" in said
+    (half / "evaluation.json").unlink()
+    assert "it has no evaluation.json" in call(folder, hub, "upload", str(half), "me/x", code=2)
+    assert "has no run of these scripts" in call(tmp_path, hub, "download", "me/cart", code=2)
     assert "error: Repo id must" in call(folder, hub, "upload", "runs/run", "me//x", code=2)
     assert "cart must be USER/REPO" in call(folder, hub, "upload", "runs/run", "cart", code=2)
     assert "error: " in call(folder, None, "upload", "runs/run", "me/cart", "--yes", code=1)

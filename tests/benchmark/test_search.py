@@ -188,9 +188,10 @@ def test_failed_runs_score_0(searches):
     searches.run("--trials", "1", "--seeds", "0", "--retries", "0")
     (trial,) = searches.trials()
     size = json.loads(trial.params["sizes"])[0]
-    scores = np.sort([0, 0, 0, *((seed + size - 1.5) / 10 for seed in (1, 2, 3))])
-    assert trial.value == pytest.approx(scores[1:-1].mean())  # without a quarter, rounded down
-    assert sorted(trial.intermediate_values.values()) == pytest.approx(scores)
+    scores = [*((seed + size - 1.5) / 10 for seed in (1, 2, 3)), 0, 0, 0]
+    value = np.sort(scores)[1:-1].mean()  # without a quarter, rounded down
+    assert trial.value == pytest.approx(value)
+    assert [trial.intermediate_values[step] for step in range(6)] == pytest.approx(scores)
 
 
 def test_a_trial_all_of_whose_runs_fail_has_0(searches):
@@ -199,15 +200,26 @@ def test_a_trial_all_of_whose_runs_fail_has_0(searches):
     searches.run("--trials", "2", "--seeds", "1", "--retries", "0", code=1)
     assert [trial.value for trial in searches.trials()] == [0.0, 0.0]
     assert (searches.out / "report" / "report.html").exists()
+    starts = [path.read_text() for path in searches.out.rglob("starts.txt")]
+    assert len(starts) > 2 and {text.count("\n") for text in starts} == {1}  # --retries 0
 
 
-def test_values_that_the_script_refuses_have_0(searches):
+def test_values_that_the_script_refuses_do_not_come_into_the_finals(searches):
     flags = FLAGS.replace("= 6", "= { choices = [0] }")
     searches.write(["Good-v0"], flags=flags)
-    said = searches.run("--trials", "1", "--seeds", "0")
-    assert "trial 0: 0, since it can't be run: " in said
+    said = searches.run("--trials", "1", "--seeds", "1", code=2)
+    assert "trial 0 can't be run: " in said and "error: no trial has a value" in said
     assert "error: --total-timesteps must be above 0" in said
-    assert [trial.value for trial in searches.trials()] == [0.0]
+    assert [trial.state.name for trial in searches.trials()] == ["PRUNED"]
+
+
+def test_only_one_command_does_the_finals(searches):
+    searches.write(["Good-v0"], seeds=1)
+    searches.run("--trials", "1", "--seeds", "0")
+    with FileLock(searches.out / "finals.lock"):
+        said = searches.run("--trials", "1", "--seeds", "1")
+    assert "the finals are in the hands of another command" in said
+    assert not (searches.out / "finals-0").exists()
 
 
 def test_a_trial_whose_runs_are_lost_is_not_told(searches):
@@ -239,7 +251,9 @@ def test_a_return_that_is_no_number_scores_0(searches, tmp_path):
 @pytest.mark.parametrize(
     "env_id, flags, code, words",
     [
-        ("Nothing-v0", (), 1, "trial 0 isn't finished: "),
+        ("Nothing-v0", (), 1, "trial 0 isn't finished: nothing came to be; "),
+        ("Good-v0", ("--status",), 2, "--status and --dry-run are for benchmark.sweep"),
+        ("Good-v0", ("--dry-run",), 2, "--status and --dry-run are for benchmark.sweep"),
         ("Good-v0", ("--workers", "0"), 2, "error: --workers must be above 0"),
         ("Good-v0", ("--trials", "0"), 2, "--trials and --finalists must be above 0"),
         ("Good-v0", ("--finalists", "0"), 2, "--trials and --finalists must be above 0"),
@@ -269,6 +283,7 @@ def test_another_file_needs_another_folder(searches):
         (("sizes = {", "sizes = [1, 2] # {"), "has no flag with a range"),
         (("Good-v0 = [1, 11]", ""), "[scores] must have Good-v0 = "),
         (("Good-v0 = [1, 11]", "Good-v0 = [1, 1]"), "[scores] must have Good-v0 = "),
+        (("Good-v0 = [1, 11]", "Good-v0 = [11, 1]"), "[scores] must have Good-v0 = "),
         (("Good-v0 = [1, 11]", "Good-v0 = 5"), "[scores] must have Good-v0 = "),
         (("Good-v0 = [1, 11]", "Good-v0 = [1, nan]"), "[scores] must have Good-v0 = "),
         (("Good-v0 = [1, 11]", "Good-v0 = [1, 2, 3]"), "[scores] must have Good-v0 = "),
@@ -299,6 +314,7 @@ def test_wrong_files_are_refused_with_one_sentence(searches, change, words):
     with pytest.raises(SuiteError) as error:
         search.Search(path)
     assert words in str(error.value) and "\n" not in str(error.value)
+    assert "my_search.toml" in str(error.value) or "[scores]" not in words
 
 
 def test_tables_have_their_own_ranges(searches):
