@@ -936,7 +936,7 @@ DEFAULTS = {
     "td3_continuous_action": REPLAY_FLAGS
     | NOISE
     | {"policy_frequency": 2, "policy_noise": 0.2, "noise_clip": 0.5},
-    "sac_continuous_action": REPLAY_FLAGS | {"learning_starts": 10000, "autotune": True},
+    "sac_continuous_action": REPLAY_FLAGS | {"learning_starts": 5000, "autotune": True},
     "ddpg_lstm": REPLAY_FLAGS
     | {
         "env_id": "Pendulum-v1",

@@ -182,7 +182,7 @@ def test_updates_equal_a_plain_reference(flags, compiled):
 
 def test_updates_equal_those_of_stable_baselines3(monkeypatch):
     """SAC of SB3, five updates from the same weights on the same minibatches, with its draws."""
-    args = sac.Args(hidden_sizes=(16, 16))
+    args = sac.Args(hidden_sizes=(16, 16), critic_learning_rate=None, alpha_learning_rate=None)
     model = SAC(
         "MlpPolicy",
         "Pendulum-v1",
@@ -328,8 +328,10 @@ def test_networks_and_defaults():
     assert sac.Learner(agent, args.alpha).log_alpha == 0.0
     assert args.total_timesteps == args.buffer_size == 1_000_000
     assert (args.learning_rate, args.gamma, args.tau, args.batch_size) == (3e-4, 0.99, 0.005, 256)
+    rates = (args.actor_learning_rate, args.critic_learning_rate, args.alpha_learning_rate)
+    assert rates == (None, 1e-3, 1e-3)
     assert (args.autotune, args.alpha, args.target_entropy) == (True, 1.0, None)
-    assert (args.learning_starts, args.random_steps, args.updates_per_step) == (10_000, None, 1.0)
+    assert (args.learning_starts, args.random_steps, args.updates_per_step) == (5000, None, 1.0)
     assert args.weight_decay == 0.0
 
 
