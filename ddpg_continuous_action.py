@@ -83,8 +83,8 @@ class Args:
     env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
     total_timesteps: int = 1000000  # steps of the run, all environments together
     learning_rate: float = 3e-4  # learning rate of Adam
-    actor_learning_rate: float | None = None  # of the actor (default: --learning-rate)
-    critic_learning_rate: float | None = None  # of the critic (default: --learning-rate)
+    actor_learning_rate: float | None = None  # of the actor (None: --learning-rate)
+    critic_learning_rate: float | None = None  # of the critic (None: --learning-rate)
     num_envs: int = 1  # number of environments
     gamma: float = 0.99  # discount factor
     hidden_sizes: tuple[int, ...] = (256, 256)  # units of the hidden layers, actor's and critic's

@@ -84,8 +84,8 @@ class Args:
     env_id: str = "Pendulum-v1"  # id of the Gymnasium environment
     total_timesteps: int = 100000  # steps of the run, all environments together
     learning_rate: float = 3e-4  # learning rate of Adam
-    actor_learning_rate: float | None = None  # of the actor (default: --learning-rate)
-    critic_learning_rate: float | None = None  # of the critic (default: --learning-rate)
+    actor_learning_rate: float | None = None  # of the actor (None: --learning-rate)
+    critic_learning_rate: float | None = None  # of the critic (None: --learning-rate)
     num_envs: int = 1  # number of environments
     gamma: float = 0.99  # discount factor
     hidden_sizes: tuple[int, ...] = (64,)  # units of the hidden layers before the recurrent core
