@@ -94,7 +94,7 @@ def make_card(run, repo):
     if args["total_timesteps"] != config["args"]["total_timesteps"]:  # --resume has changed it
         words += ["--total-timesteps", str(args["total_timesteps"])]
     name = repo.split("/")[-1]
-    start = ["uv", "run"]
+    start = ["uv", "run"]  # which reads the packages from the script that it starts
     if "torchrun" in (run / script).read_text():
         start += ["--with-requirements", f"{name}/{script}"]
         start += ["torchrun", "--standalone", "--nproc-per-node=1"]
