@@ -184,11 +184,11 @@ def test_a_trial_that_loses_to_the_best_one_is_pruned(searches):
 
 
 def test_failed_runs_score_0(searches):
-    searches.write(["Good-v0", "Never-v0"], seeds=3)
+    searches.write(["Never-v0", "Good-v0"], seeds=3)  # the first ones are scored last
     searches.run("--trials", "1", "--seeds", "0", "--retries", "0")
     (trial,) = searches.trials()
     size = json.loads(trial.params["sizes"])[0]
-    scores = [*((seed + size - 1.5) / 10 for seed in (1, 2, 3)), 0, 0, 0]
+    scores = [0, 0, 0, *((seed + size - 1.5) / 10 for seed in (1, 2, 3))]
     value = np.sort(scores)[1:-1].mean()  # without a quarter, rounded down
     assert trial.value == pytest.approx(value)
     assert [trial.intermediate_values[step] for step in range(6)] == pytest.approx(scores)
