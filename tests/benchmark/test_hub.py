@@ -200,6 +200,15 @@ def test_the_card_of_a_lengthened_run_and_of_one_of_torchrun(folder, tmp_path):
     assert "uv run cart/ppo.py --evaluate cart" in card.text
 
 
+def test_a_word_with_a_space_is_quoted_in_the_card(folder, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(folder / "runs" / "run", run)
+    config = json.loads((run / "config.json").read_text())
+    config["command"] += ["--exp-name", "my run"]
+    (run / "config.json").write_text(json.dumps(config))
+    assert f"{FLAGS} --exp-name 'my run'\n" in make_card(run, "me/cart").text
+
+
 def test_without_yes_nothing_is_sent(hub, folder):
     said = call(folder, hub, "upload", "runs/run", "me/cart")
     assert hub.requests == [] and "checkpoint.pt" in said and "mean_reward" in said

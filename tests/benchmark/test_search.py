@@ -166,6 +166,33 @@ def test_two_commands_share_the_trials(searches):
     assert min(sum(line.startswith("trial ") for line in x.split("\n")) for _, x in said) > 0
 
 
+def test_a_trial_is_taken_by_one_command_alone(searches):
+    """And by another one when that has ended."""
+    study = search.open_study(search.Search(searches.write(["Good-v0"])), searches.out)
+    first, lock = search.take_trial(study, searches.out, 2)
+    second, other = search.take_trial(study, searches.out, 2)
+    assert (first.number, second.number) == (0, 1)
+    assert search.take_trial(study, searches.out, 2) is None
+    lock.release()
+    again, lock = search.take_trial(study, searches.out, 2)
+    assert again.number == 0
+    lock.release()
+    other.release()
+
+
+def test_new_trials_are_near_the_good_ones(searches):
+    """By TPE: values of a uniform draw would be 0.34 away on average."""
+    study = search.open_study(search.Search(searches.write(["Good-v0"])), searches.out)
+    study.sampler._rng.rng.seed(1)
+    ranges = {"x": optuna.distributions.FloatDistribution(0, 1)}
+    for x in np.linspace(0, 1, 41):
+        study.add_trial(
+            optuna.create_trial(value=-abs(x - 0.8), params={"x": x}, distributions=ranges)
+        )
+    found = [study.ask(ranges).params["x"] for _ in range(20)]
+    assert np.abs(np.array(found) - 0.8).mean() < 0.2
+
+
 def test_a_trial_that_loses_to_the_best_one_is_pruned(searches):
     """When seeds enough have said so. Pruned ones count as trials, and don't win."""
     flags = FLAGS.replace("[2, 1], [7, 1], [4, 1]", "[2, 1]")
@@ -185,11 +212,14 @@ def test_a_trial_that_loses_to_the_best_one_is_pruned(searches):
 
 def test_failed_runs_score_0(searches):
     searches.write(["Never-v0", "Good-v0"], seeds=3)  # the first ones are scored last
-    searches.run("--trials", "1", "--seeds", "0", "--retries", "0")
+    flags = ("--trials", "1", "--seeds", "3", "--finalists", "1", "--retries", "0")
+    said = searches.run(*flags, code=1)
     (trial,) = searches.trials()
     size = json.loads(trial.params["sizes"])[0]
     scores = [0, 0, 0, *((seed + size - 1.5) / 10 for seed in (1, 2, 3))]
     value = np.sort(scores)[1:-1].mean()  # without a quarter, rounded down
+    defaults = [0, 0, 0, *((seed - 0.5) / 10 for seed in (4, 5, 6))]
+    assert f"\ndefault: {np.sort(defaults)[1:-1].mean():.3f} in 6 runs; " in said
     assert trial.value == pytest.approx(value)
     assert [trial.intermediate_values[step] for step in range(6)] == pytest.approx(scores)
 
