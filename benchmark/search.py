@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import optuna
+import tomli_w
 import tyro
 from filelock import FileLock, Timeout
 from optuna.storages.journal import JournalFileBackend
@@ -109,7 +110,7 @@ class Search:
 
         One without a name adds nothing to its runs' names. seeds: other ones than the file's.
         """
-        lines = []
+        tables = []
         for table in self.tables:
             flags = table.get("flags", {})
             fixed = {name: x for name, x in flags.items() if not isinstance(x, dict)}
@@ -121,10 +122,9 @@ class Search:
             script = self.path.parent / table["script"]
             if script.is_file():
                 keys["script"] = str(script)
-            lines.append("[[runs]]")
-            lines += [f"{key} = {toml(value)}" for key, value in (table | keys).items()]
+            tables.append(table | keys)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        path.write_text(tomli_w.dumps({"runs": tables}), encoding="utf-8")
         return read_suite(path)
 
     def score(self, run, run_dir):
@@ -146,15 +146,6 @@ def is_scale(scores):
         case [int() | float() as bad, int() | float() as good]:
             return bad < good and math.isfinite(bad) and math.isfinite(good)
     return False
-
-
-def toml(value):
-    """A value of TOML as text."""
-    if isinstance(value, dict):
-        return f"{{ {', '.join(f'{json.dumps(k)} = {toml(x)}' for k, x in value.items())} }}"
-    if isinstance(value, float):
-        return repr(value)  # JSON has other words for inf and nan
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def suggest(trial, name, low=None, high=None, log=False, choices=None):
