@@ -186,7 +186,7 @@ def read_args(runs):
     for run in runs.values():
         if run.script not in modules:
             modules[run.script] = load_script(run.script)
-        key = (run.script, json.dumps(run.flags))
+        key = (run.script, json.dumps(run.flags, default=str))  # TOML has dates
         if key not in parsed:
             parsed[key] = parse(modules[run.script], run.flags)
         identity = {"env_id": run.env_id, "seed": run.seed, "run_name": run.name}

@@ -88,6 +88,10 @@ SCRIPTS = {"broken": "no python", "exits": "raise SystemExit(3)", "empty": ARGS}
             'env_ids = ["A"]\nseeds = 1\nflags = { total_timesteps = 0 }',
             "fake.py --total-timesteps 0: error: --total-timesteps must be above 0",
         ),
+        (
+            'env_ids = ["A"]\nseeds = 1\nflags = { total_timesteps = 1979-05-27 }',
+            "invalid int value: '1979-05-27'",
+        ),
     ],
 )
 def test_bad_suites_are_refused_in_one_sentence(lab, text, sentence):
