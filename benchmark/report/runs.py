@@ -260,9 +260,9 @@ def read_csvs(folder):
 def read_published():
     """Scores that others have published, a frame.
 
-    Columns: algorithm, env_id, metric (what the score is), kind ("training" or "evaluation":
-    returns of which episodes), source and publisher (in short); mean, std (NaN where unknown),
-    total_timesteps and seeds.
+    Columns: scripts (names of those with that algorithm), env_id, metric (what the score is), kind
+    ("training" or "evaluation": returns of which episodes), source and publisher (in short); mean,
+    std (NaN where unknown), total_timesteps and seeds.
     """
     path = Path(__file__).resolve().parents[1] / "published.csv"
     return pd.read_csv(path, keep_default_na=False, na_values={"std": "", "seeds": ""})

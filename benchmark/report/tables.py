@@ -111,7 +111,8 @@ def published_of(published, runs):
     """
     names = published["env_id"].map(lambda other: split_version(other)[0])
     is_same = names == split_version(runs["env_id"].iloc[0])[0]
-    rows = published[is_same & published["algorithm"].isin(runs["script"])]
+    is_own = published["scripts"].map(lambda own: not set(own.split()).isdisjoint(runs["script"]))
+    rows = published[is_same & is_own]
     as_long = rows[rows["total_timesteps"].isin(runs["planned_steps"])]
     rows = rows if as_long.empty else as_long
     training = rows[rows["kind"] == "training"]

@@ -13,13 +13,13 @@ from benchmark.report.tables import Table
 pytestmark = pytest.mark.usefixtures("quick")
 PUBLISHED = pd.DataFrame(
     [
-        ("vpg", "CartPole-v0", 5e5, 490.0, 6.0, "last 100", "training", "CleanRL"),
+        ("a2c vpg", "CartPole-v0", 5e5, 490.0, 6.0, "last 100", "training", "CleanRL"),
         ("vpg", "CartPole-v2", 5e5, 300.0, math.nan, "last", "training", "baselines"),
         ("vpg", "CartPole-v1", 5e5, 999.0, 6.0, "best evaluation", "evaluation", "SB3 zoo"),
         ("vpg", "CartPole-v1", 1e6, 995.0, 5.0, "last 100", "training", "Tianshou"),
         ("vpg", "Acrobot-v1", 5e5, -80.0, 6.0, "best evaluation", "evaluation", "SB3 zoo"),
     ],
-    columns="algorithm env_id total_timesteps mean std metric kind publisher".split(),
+    columns="scripts env_id total_timesteps mean std metric kind publisher".split(),
 )
 
 
@@ -90,6 +90,11 @@ def test_published_scores_are_of_training_and_of_as_many_steps_where_there_are_s
     assert every == "300.0 to 995.0 (CleanRL v0; baselines v2; Tianshou v1)"
     assert published(make_runs, "Acrobot-v1") == "-80.0 +- 6.0 (SB3 zoo v1; best evaluation)"
     assert published(make_runs, "Pong-v4") == ""
+
+
+def test_published_scores_are_of_scripts_with_the_same_algorithm(make_runs):
+    assert published(make_runs, "CartPole-v1", script="a2c") == "490.0 +- 6.0 (CleanRL v0)"
+    assert published(make_runs, "CartPole-v1", script="a2") == ""
 
 
 @pytest.fixture
