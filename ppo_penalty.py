@@ -398,7 +398,8 @@ class Run:
         score = f"{np.mean(returns):.1f} +- {np.std(returns):.1f}"
         print(f"evaluation: {score} over {len(returns)} episodes, deterministic")
         if not self.args.evaluate:
-            (self.folder / "evaluation.json").write_text(json.dumps({"returns": returns}))
+            result = {"returns": returns, "total_timesteps": self.args.total_timesteps}
+            (self.folder / "evaluation.json").write_text(json.dumps(result))
             print(f"finished: everything is in {self.folder}")
 
 

@@ -187,9 +187,14 @@ def progress(run_dir):
     return load_checkpoint(run_dir)["run"]
 
 
+def evaluation(run_dir):
+    """The last one, as its file has it."""
+    return json.loads((run_dir / "evaluation.json").read_text())
+
+
 def returns(run_dir):
     """Those of the last evaluation."""
-    return json.loads((run_dir / "evaluation.json").read_text())["returns"]
+    return evaluation(run_dir)["returns"]
 
 
 def outcome(run_dir):
@@ -207,7 +212,7 @@ def outcome(run_dir):
     logged = [(tag, step, None if tag == "charts/SPS" else x) for tag, step, x in events(run_dir)]
     for i, scalar in enumerate(sorted(logged, key=repr)):
         results[f"events/{i}"] = scalar
-    results["evaluation"] = returns(run_dir)
+    results["evaluation"] = evaluation(run_dir)
     return results
 
 

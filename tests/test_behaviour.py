@@ -26,6 +26,7 @@ from processes import (
     differences,
     edit_checkpoint,
     episode_rows,
+    evaluation,
     events,
     leaves,
     load_checkpoint,
@@ -604,6 +605,7 @@ def test_longer(script, whole, short, tmp_path):
     longer = f"--resume {RUN} --total-timesteps {script.flag('total-timesteps')}"
     script.succeed(tmp_path, longer)
     assert differences(whole.outcome, tmp_path / RUN) == []
+    assert evaluation(tmp_path / RUN)["total_timesteps"] == script.flag("total-timesteps")
     for name in script.module.SCHEDULES:
         cwd = tmp_path / name
         on = f"--{name.replace('_', '-')}" + " 0.5" * (name == "exploration_fraction")

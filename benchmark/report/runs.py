@@ -125,7 +125,7 @@ def read_run(folder):
     episodes = read_episodes(folder)
     steps = episodes["global_step"].max()
     wall_seconds = episodes["wall_seconds"].max()
-    state, note, evaluation_mean = end_of(folder)
+    state, note, evaluation_mean, length = end_of(folder)
     row = {
         "run": run,
         "env_id": env_id,
@@ -136,7 +136,7 @@ def read_run(folder):
         "flag_set": set(flags),
         "state": state,
         "note": note,
-        "planned_steps": args.get("total_timesteps", np.nan),
+        "planned_steps": length or args.get("total_timesteps", np.nan),
         "steps": steps,
         "last_100": episodes["return"].tail(100).mean(skipna=False),
         "evaluation_mean": evaluation_mean,
@@ -201,18 +201,22 @@ def read_episodes(folder):
 
 
 def end_of(folder):
-    """How a run has ended -> (state, note, mean return of its evaluation)."""
+    """How a run has ended -> (state, note, mean return of its evaluation, its total_timesteps).
+
+    The last is None where evaluation.json doesn't have it. A resume may have changed it.
+    """
     note = ""
     try:
-        returns = json.loads((folder / "evaluation.json").read_text())["returns"]
-        return "finished", "", pd.Series(returns, dtype=float).mean(skipna=False)
+        result = json.loads((folder / "evaluation.json").read_text())
+        mean = pd.Series(result["returns"], dtype=float).mean(skipna=False)
+        return "finished", "", mean, result.get("total_timesteps")
     except FileNotFoundError:
         pass
     except DAMAGE as error:
         note = f"evaluation.json can't be read ({error})"
     if (folder / "failed").exists():
-        return "failed", (folder / "failed").read_text().strip(), np.nan
-    return "unfinished", note, np.nan
+        return "failed", (folder / "failed").read_text().strip(), np.nan, None
+    return "unfinished", note, np.nan, None
 
 
 def pairs(values, names):

@@ -118,6 +118,12 @@ def test_a_run_has_failed_unless_it_has_an_evaluation(tmp_path, make_run):
     assert np.isnan(row["evaluation_mean"])
 
 
+def test_the_length_of_a_run_that_was_lengthened(tmp_path, make_run):
+    folder = make_run(tmp_path / "a")
+    (folder / "evaluation.json").write_text('{"returns": [5.0], "total_timesteps": 3000}')
+    assert only([folder])["planned_steps"] == 3000
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
 def test_returns_that_are_not_finite_are_no_score(tmp_path, make_run, bad):
