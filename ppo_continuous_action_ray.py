@@ -625,8 +625,9 @@ class Worker:
 
     def __init__(self, args, share):
         torch.set_num_threads(1)
-        random.seed(args.seed)  # some environments draw from these two
-        np.random.seed(args.seed)
+        seed = [args.seed, share.start]  # equal ones would give all workers the same noise
+        random.seed(str(seed))  # some environments draw from these two
+        np.random.seed(seed)
         envs = [make_env(args.env_id) for _ in range(share.start, share.stop)]
         self.envs = VecEnv(envs, args.seed, np.float64)
         self.envs.seeds = np.random.SeedSequence(args.seed).generate_state(args.num_envs)[share]

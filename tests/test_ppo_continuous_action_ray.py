@@ -6,6 +6,7 @@ tests at the end, must have the bits of such a run.
 
 import copy
 import os
+import random
 import signal
 import socket
 import sys
@@ -133,6 +134,15 @@ def test_environments_and_seeds_are_those_of_one_process():
         for k in (0, 1, 2, 3, 5):
             parts = np.concatenate([worker[step][k] for worker in alone])
             assert bits(parts) == bits(together[step][k])
+
+
+def test_workers_have_global_generators_of_their_own():
+    draws = []
+    for share in (slice(0, 1), slice(1, 3)):
+        make_worker(share)
+        draws.append((random.random(), np.random.random()))
+    assert draws[0][0] != draws[1][0]
+    assert draws[0][1] != draws[1][1]
 
 
 def test_a_share_is_played_again_with_the_same_bits():
