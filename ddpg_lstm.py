@@ -1028,7 +1028,7 @@ if __name__ == "__main__":
     if args.evaluate:
         run.finish(evaluate(agent, envs, args, video_dir))
         sys.exit()
-    learner = Learner(agent)
+    learner = Learner(agent).to(device)  # cuDNN wants the copied weights in one piece
     noise = ExplorationNoise((args.num_envs, action_dim), args)
     memory = ActorMemory(agent, args.num_envs)
     columns = {

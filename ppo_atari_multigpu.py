@@ -771,8 +771,9 @@ def join():
         # Fails where torchrun has been killed already: the next line would wait for it
         address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         socket.create_connection(address, timeout=30).close()
-    # gloo for tensors on the CPU, NCCL for those on GPUs. Others wait while rank 0 evaluates
-    dist.init_process_group(timeout=timedelta(days=1))
+    # For tensors on CPUs and on GPUs. Others wait while rank 0 evaluates
+    backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backends, timeout=timedelta(days=1))
 
 
 def broadcast_state(agent, optimizer):
@@ -1041,6 +1042,7 @@ def update(functions, optimizer, agent, batch, share, coefs, args):
         total = 0.0
         for row in indices:
             gradient = compute(optimizer, agent, minibatches, row, coefs, args)
+            gradient = gradient.clone()  # a CUDA graph's output lasts until the next graph runs
             dist.all_reduce(gradient)  # X2
             step(optimizer, gradient, coefs)
             total = total + gradient[-len(METRICS) :]
@@ -1060,7 +1062,9 @@ def compile_or_not(function, args, device):
     if not args.compile:
         return function
     print(f"compiling {function.__name__}: up to half a minute, the first time", flush=True)
-    options = {"triton.cudagraphs": True}  # on a GPU a graph starts all kernels at once
+    # On a GPU kernels are not chosen by their speed: from run to run that gives other bits
+    options = {"deterministic": True}
+    options |= {"triton.cudagraphs": True}  # a graph starts all kernels at once
     if device.type == "cpu":
         # Without the threshold, inductor computes beta ** steps again for every eight weights
         options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}

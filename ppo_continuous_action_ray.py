@@ -1153,7 +1153,8 @@ def compile_or_not(function, args, device):
     if not args.compile:
         return function
     print(f"compiling {function.__name__}: up to half a minute, the first time", flush=True)
-    options = {}
+    # On a GPU kernels are not chosen by their speed: from run to run that gives other bits
+    options = {"deterministic": True}
     if device.type == "cpu":
         # Without the threshold, inductor computes beta ** steps again for every eight weights
         options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}

@@ -4,6 +4,7 @@ What it shares with ppo_atari_vector.py, letter for letter, is tested there.
 """
 
 import ctypes
+import math
 import os
 import shlex
 import signal
@@ -29,6 +30,7 @@ from processes import (
 )
 from test_ppo_atari_vector import META, fake_games, run_on_meta
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import BackendConfig
 
 import ppo_atari_multigpu as ppo
 
@@ -216,6 +218,23 @@ def test_x3_processes_obey_target_kl_together(monkeypatch, theirs, epochs):
     expected = torch.zeros(6)
     expected[place] = theirs / 2
     torch.testing.assert_close(metrics, expected)
+
+
+def test_a_gradient_outlasts_the_memory_of_a_cuda_graph(monkeypatch):
+    """The output of a compiled function is memory that the next one may write into."""
+    monkeypatch.setattr(ppo.dist, "all_reduce", lambda _: None)
+    memory = torch.empty(1 + len(ppo.METRICS))
+    gradients = []
+
+    def step(optimizer, gradient, coefs):
+        memory.fill_(math.nan)
+        gradients.append(gradient[0].item())
+
+    args = ppo.Args(num_envs=2, num_steps=4, num_minibatches=2, update_epochs=1, norm_adv=False)
+    functions = (lambda *_: memory.fill_(2.0)), step
+    batch = {"obs": torch.zeros(8)}
+    metrics = ppo.update(functions, None, None, batch, slice(0, 2), {}, args)
+    assert metrics.tolist() == [2.0] * 6 and gradients == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("differ", [False, True])
@@ -406,10 +425,21 @@ def test_a_process_takes_the_gpu_of_its_local_rank(run_script, monkeypatch):
     run_script(SCRIPT, code=11)
 
 
+def test_tensors_of_cpus_travel_between_processes_with_gpus_too(monkeypatch):
+    """By itself PyTorch would send those of GPUs alone."""
+    groups = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backends, **_: groups.append(backends))
+    for has_gpus in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpus=has_gpus: has_gpus)
+        ppo.join()
+    backends = [BackendConfig(backends).get_device_backend_map() for backends in groups]
+    assert backends[0] == {"cpu": "gloo", "cuda": "nccl"} and backends[1]["cpu"] == "gloo"
+
+
 def test_all_tensors_of_an_update_are_on_the_device(run_script, monkeypatch, tmp_path):
     """On PyTorch's meta device, as ppo_atari_vector.py's test; the processes are one."""
     fake_games(monkeypatch, ppo, {5: "life", 9: "over"}, {})
-    monkeypatch.setattr(dist, "init_process_group", lambda **_: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(dist, "gather_object", lambda x, objects: objects.__setitem__(0, x))
     reduced = []

@@ -71,7 +71,7 @@ MAIN_BLOCKS = {
     ("dqn_atari", "c51_atari"): 6,
     ("ddpg_continuous_action", "td3_continuous_action"): 6,
     ("td3_continuous_action", "sac_continuous_action"): 26,
-    ("ddpg_continuous_action", "ddpg_lstm"): 24,
+    ("ddpg_continuous_action", "ddpg_lstm"): 25,
 }
 
 
