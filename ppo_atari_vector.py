@@ -894,7 +894,7 @@ def compile_or_not(function, args, device):
         return function
     print(f"compiling {function.__name__}: up to half a minute, the first time", flush=True)
     # On a GPU kernels are not chosen by their speed: from run to run that gives other bits
-    options = {"deterministic": True}
+    options = {"deterministic": True, "triton.autotune_pointwise": False}
     options |= {"triton.cudagraphs": True}  # a graph starts all kernels at once
     if device.type == "cpu":
         # Without the threshold, inductor computes beta ** steps again for every eight weights

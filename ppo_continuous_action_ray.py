@@ -1154,7 +1154,7 @@ def compile_or_not(function, args, device):
         return function
     print(f"compiling {function.__name__}: up to half a minute, the first time", flush=True)
     # On a GPU kernels are not chosen by their speed: from run to run that gives other bits
-    options = {"deterministic": True}
+    options = {"deterministic": True, "triton.autotune_pointwise": False}
     if device.type == "cpu":
         # Without the threshold, inductor computes beta ** steps again for every eight weights
         options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}
