@@ -21,7 +21,7 @@ RUN python3 -m venv /opt/venv && pip install --no-cache-dir -r requirements.txt
 
 COPY . ./
 # Any --user may write these. Who has no name in /etc/passwd needs USER for PyTorch's cache.
-RUN useradd --create-home plainrl && mkdir -p runs sweeps && chmod 1777 /home/plainrl runs sweeps
+RUN useradd --create-home plainrl && mkdir -p runs sweeps searches && chmod 1777 /home/plainrl runs sweeps searches
 ENV HOME=/home/plainrl USER=plainrl PYTHONUNBUFFERED=1
 USER plainrl
 ENTRYPOINT ["tini", "--", "python"]

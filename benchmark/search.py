@@ -53,7 +53,7 @@ class Flags:
     trials: int = 100  # sets of values that are tried, by all commands together
     finalists: int = 3  # best trials that are run again, beside the defaults
     seeds: int = 10  # of the runs of each of them; 0: no such runs
-    dir: Path | None = None  # folder of the search (default: sweeps/SEARCH)
+    dir: Path | None = None  # folder of the search (default: searches/SEARCH)
 
 
 # The file
@@ -322,7 +322,7 @@ def main():
         signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
     if min(flags.trials, flags.finalists) < 1 or flags.seeds < 0:
         fail("--trials and --finalists must be above 0, and --seeds not below")
-    folder = (flags.dir or Path("sweeps", flags.search.stem)).absolute()
+    folder = (flags.dir or Path("searches", flags.search.stem)).absolute()
     sys.argv = ["python -m benchmark.search", "SEARCH", *words]
     try:
         sweep_flags, _ = read_sweep_flags()  # ends the program where they are wrong

@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -95,6 +96,16 @@ def progress(run_dir, total_steps):
     step, seconds = int(rows[-1][0]), float(rows[-1][1])
     speed = step / max(seconds, 0.01)
     return step, speed, (total_steps - step) / speed, np.mean([float(row[3]) for row in rows])
+
+
+def is_held(log):
+    """Whether a task, of whatever sweep and machine, has the run with this log."""
+    path = log.with_suffix(".lock")
+    try:
+        with FileLock(path, timeout=0) if path.exists() else nullcontext():
+            return False
+    except Timeout:
+        return True
 
 
 class Screen:
@@ -204,10 +215,11 @@ def main():
         runs = read_suite(suite)
         args = read_args(runs)
         screen = Screen(folder, {name: args[name]["total_timesteps"] for name in runs})
-        screen.look(())
         if flags.status:
+            screen.look({name for name in runs if is_held(folder / "logs" / f"{name}.log")})
             screen.print_table()
             return
+        screen.look(())
         check_old_runs(folder, args)
         backend = backend_class(flags, suite, folder, runs)
         if flags.dry_run:

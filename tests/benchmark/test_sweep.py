@@ -151,9 +151,12 @@ def test_a_second_sweep_of_a_folder_is_refused(lab):
     code, said = lab.run_sweep()
     assert code == 2 and said == f"error: another sweep has {lab.out}\n"
     code, said = lab.run_sweep("--status")
-    assert code == 0 and "1 begun" in said and "2/6" in said
+    assert code == 0 and "1 running, 0 begun" in said and "2/6" in said and "steps/s" in said
+    first.terminate()
+    lab.finish(first)
+    assert "0 running, 1 begun" in lab.run_sweep("--status")[1]
     lab.go()
-    assert lab.finish(first)[0] == 0
+    assert lab.run_sweep()[0] == 0
 
 
 def test_a_run_that_was_made_with_other_flags_is_refused(lab):
