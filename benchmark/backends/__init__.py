@@ -36,7 +36,7 @@ class CommonFlags:
     dir: Path | None = None  # folder of the sweep (default: sweeps/SUITE)
     backend: Literal[NAMES] = "local"  # where the runs are done; each has flags of its own
     workers: int | None = None  # runs at a time (default: as many as there is room for)
-    cpus_per_run: int = 1  # cores of a run, and OMP_NUM_THREADS
+    cpus_per_run: int = 1  # cores of a run, and its OMP_NUM_THREADS
     gpus_per_run: float = 0  # GPUs of a run; 0.25: four share one, but on Slurm
     retries: int = 1  # how often a run that has failed is resumed
     retry_failed: bool = False  # try the runs that have failed once more
