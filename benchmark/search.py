@@ -168,6 +168,8 @@ def suggest(trial, name, low=None, high=None, log=False, choices=None):
 
 def open_study(search, folder):
     """The study in a folder's journal, which may be new. Raises SuiteError."""
+    if (folder / "runs").exists():
+        raise SuiteError(f"{folder} is the folder of a sweep: choose another --dir")
     copy = folder / "search.toml"
     text = search.path.read_text()
     folder.mkdir(parents=True, exist_ok=True)

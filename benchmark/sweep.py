@@ -11,13 +11,13 @@ and SIGTERM let the runs write their checkpoints. The exit code is 1 if a run is
 """
 
 import argparse
+import fcntl
 import importlib
 import shlex
 import signal
 import sys
 import time
 from collections import Counter
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -100,12 +100,14 @@ def progress(run_dir, total_steps):
 
 def is_held(log):
     """Whether a task, of whatever sweep and machine, has the run with this log."""
-    path = log.with_suffix(".lock")
     try:
-        with FileLock(path, timeout=0) if path.exists() else nullcontext():
-            return False
-    except Timeout:
+        with open(log.with_suffix(".lock")) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
+    except OSError:  # no task has begun it, or this user may not read it
+        return False
+    return False
 
 
 class Screen:

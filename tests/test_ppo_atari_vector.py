@@ -654,7 +654,7 @@ def test_a_compiled_player_equals_the_agent():
 
 @pytest.mark.parametrize("script", [ppo, ppo_atari], ids=["ppo_atari_vector", "ppo_atari"])
 def test_kernels_of_a_gpu_are_not_chosen_by_their_speed(monkeypatch, script):
-    """On the meta device, in place of a GPU. PyTorch ends a program that names an unknown option."""
+    """On the meta device, in place of a GPU."""
     given = []
     monkeypatch.setattr(torch, "compile", lambda function, **kwargs: given.append(kwargs))
     script.compile_or_not(torch.sin, script.Args(), torch.device("meta"))

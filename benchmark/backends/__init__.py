@@ -37,7 +37,7 @@ class CommonFlags:
     backend: Literal[NAMES] = "local"  # where the runs are done; each has flags of its own
     workers: int | None = None  # runs at a time (default: as many as there is room for)
     cpus_per_run: int = 1  # cores of a run, and its OMP_NUM_THREADS
-    gpus_per_run: float = 0  # GPUs of a run; 0.25: four share one, but on Slurm
+    gpus_per_run: float = 0  # GPUs of a run; 0.25: four share one, except on Slurm
     retries: int = 1  # how often a run that has failed is resumed
     retry_failed: bool = False  # try the runs that have failed once more
     status: bool = False  # show how far the runs are, and do nothing

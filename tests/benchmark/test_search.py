@@ -297,6 +297,15 @@ def test_what_cannot_work_ends_the_search(searches, env_id, flags, code, words):
     assert code == 1 or not searches.out.exists()
 
 
+def test_the_folder_of_a_sweep_is_refused(searches):
+    searches.lab.make_suite("Good-v0")
+    assert searches.lab.run_sweep()[0] == 0
+    searches.write(["Good-v0"], seeds=1)
+    searches.out = searches.lab.out
+    assert "is the folder of a sweep: choose another --dir" in searches.run(code=2)
+    assert not (searches.out / "journal.log").exists()
+
+
 def test_another_file_needs_another_folder(searches):
     searches.write(["Good-v0"], seeds=1)
     searches.run("--trials", "1", "--seeds", "0")

@@ -159,6 +159,15 @@ def test_a_second_sweep_of_a_folder_is_refused(lab):
     assert lab.run_sweep()[0] == 0
 
 
+def test_the_status_of_a_folder_writes_nothing(lab):
+    lab.make_suite("Good-v0")
+    code, said = lab.run_sweep("--status")
+    assert code == 0 and "1 waiting" in said and not lab.out.exists()
+    lock = lab.out / "logs" / f"{ONE}.lock"
+    lock.mkdir(parents=True)  # as unreadable as another user's
+    assert "1 waiting" in lab.run_sweep("--status")[1]
+
+
 def test_a_run_that_was_made_with_other_flags_is_refused(lab):
     lab.make_suite("Good-v0")
     assert lab.run_sweep()[0] == 0
