@@ -848,7 +848,7 @@ def compile_or_not(function, args, device):
     if not args.compile:
         return function
     print(f"compiling {function.__name__}: up to half a minute, the first time", flush=True)
-    # On a GPU kernels are not chosen by their speed: from run to run that gives other bits
+    # Kernels of a GPU that are chosen by timing them would give each run other bits
     options = {"deterministic": True, "triton.autotune_pointwise": False}
     if device.type == "cpu":
         # Without the threshold, inductor computes beta ** steps again for every eight weights
