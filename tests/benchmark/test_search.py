@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import pandas as pd
 import pytest
 from filelock import FileLock
 
-from benchmark import search
+from benchmark import ROOT, search
 from benchmark.suite import SuiteError
 
 FLAGS = """
@@ -304,6 +306,20 @@ def test_the_folder_of_a_sweep_is_refused(searches):
     searches.out = searches.lab.out
     assert "is the folder of a sweep: choose another --dir" in searches.run(code=2)
     assert not (searches.out / "journal.log").exists()
+
+
+def test_a_search_without_dir_is_in_searches(searches, tmp_path):
+    searches.write(["Good-v0"])
+    (tmp_path / "searches" / "my_search" / "runs").mkdir(parents=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmark.search", searches.path],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "searches/my_search is the folder of a sweep" in done.stderr
 
 
 def test_another_file_needs_another_folder(searches):
