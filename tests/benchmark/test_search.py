@@ -317,6 +317,7 @@ def test_a_search_without_dir_is_in_searches(searches, tmp_path):
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
+        timeout=60,
     )
     assert done.returncode == 2
     assert "searches/my_search is the folder of a sweep" in done.stderr
