@@ -132,8 +132,8 @@ def check_args(args):
     check(0 <= args.exploration_fraction <= 1, "--exploration-fraction must be from 0 to 1")
     steps = args.num_envs * args.train_frequency
     check(steps <= args.total_timesteps, f"--total-timesteps is below an iteration, {steps}")
-    last_step = args.total_timesteps // steps * steps
-    check(args.learning_starts < last_step, f"--learning-starts must be below {last_step}")
+    end = args.total_timesteps // steps * steps
+    check(0 <= args.learning_starts < end, f"--learning-starts must be from 0, below {end}")
 
 
 # --------------------------------------------------------------------------------------------------

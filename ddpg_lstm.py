@@ -118,14 +118,15 @@ def check_args(args):
     positive = ("num_threads", "learning_rate", "total_timesteps", "checkpoint_interval")
     positive += ("eval_episodes", "num_envs", "buffer_size", "batch_size", "updates_per_step")
     positive += ("policy_frequency", "sequence_length", "hidden_size")
+    positive += ("actor_learning_rate", "critic_learning_rate", "max_grad_norm")
     for name in positive:
-        check(getattr(args, name) > 0, f"--{name.replace('_', '-')} must be above 0")
+        value = getattr(args, name)
+        check(value is None or value > 0, f"--{name.replace('_', '-')} must be above 0")
     check(min(args.hidden_sizes, default=0) > 0, "--hidden-sizes must be numbers above 0")
-    rates = (args.actor_learning_rate, args.critic_learning_rate)
-    check(all(rate is None or rate > 0 for rate in rates), "learning rates must be above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
     check(0 < args.tau <= 1, "--tau must be above 0, up to 1")
-    check(args.learning_starts < args.total_timesteps, "--learning-starts is past the last step")
+    end = args.total_timesteps
+    check(0 <= args.learning_starts < end, f"--learning-starts must be from 0, below {end}")
 
 
 # --------------------------------------------------------------------------------------------------

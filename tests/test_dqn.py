@@ -253,8 +253,8 @@ def test_bad_flags(run_script, capsys):
         "--exploration-fraction 2": "--exploration-fraction must be from 0 to 1",
         "--n-step 0": "--n-step must be above 0",
         "--train-frequency 0": "--train-frequency must be above 0",
-        "--learning-starts 500000": "--learning-starts must be below 500000",
-        "--total-timesteps 10005": "--learning-starts must be below 10000",
+        "--learning-starts 500000": "--learning-starts must be from 0, below 500000",
+        "--total-timesteps 10005": "--learning-starts must be from 0, below 10000",
         "--env-id Pendulum-v1": "needs a Discrete one",
     }.items():
         run_script(SCRIPT, *flags.split(), code=2)

@@ -505,7 +505,7 @@ def test_bad_flags(refused):
         "--train-frequency 0": "--train-frequency must be above 0",
         "--buffer-size 0": "--buffer-size must be above 0",
         "--tau 0": "--tau must be above 0, up to 1",
-        "--learning-starts 10000000": "--learning-starts must be below",
+        "--learning-starts 10000000": "--learning-starts must be from 0, below",
         "--total-timesteps 7 --num-envs 2": "--total-timesteps is below an iteration, 8",
     }.items():
         assert sentence in refused(dqn_atari, flags.split())
