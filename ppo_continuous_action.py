@@ -100,6 +100,7 @@ class Args:
     max_grad_norm: float = 0.5  # largest norm of the gradient, actor and critic together
     target_kl: float | None = None  # no more epochs after one whose approximate KL exceeds this
     bootstrap_truncated: bool = True  # bootstrap where a time limit has cut an episode
+    recompute_advantages: bool = False  # compute the advantages anew before each epoch
     init_log_std: float = 0.0  # initial logarithm of the policy's standard deviation
 
 
@@ -945,13 +946,16 @@ def update_minibatches(optimizer, agent, batch, indices, coefs, args):
     return total
 
 
-def update(step_minibatches, optimizer, agent, batch, coefs, args):
+def update(step_minibatches, optimizer, agent, batch, estimate, coefs, args):
     """PPO's epochs over a batch; returns the metrics, averaged over all minibatches.
 
-    step_minibatches: update_minibatches, compiled or not.
+    step_minibatches: update_minibatches, compiled or not; estimate(agent)[0]: the batch with the
+    agent's present values.
     """
     epochs = []
-    for _ in range(args.update_epochs):
+    for epoch in range(args.update_epochs):
+        if args.recompute_advantages and epoch > 0:  # X4
+            batch = estimate(agent)[0] | {"logprobs": batch["logprobs"]}
         indices = torch.randperm(len(batch["obs"])).view(args.num_minibatches, -1)  # G7
         indices = indices.to(batch["obs"].device)
         total = 0.0
@@ -1055,17 +1059,23 @@ if __name__ == "__main__":
         obs, actions, rewards, terminations, truncations, episodes = rollout(
             agent, envs, args.num_steps
         )
-        batch, values, next_values = predict(agent, obs, actions, envs.obs, episodes, device)
         dones = terminations | truncations
         if not args.bootstrap_truncated:
             terminations = dones
-        advantages = compute_advantages(
-            rewards, values, next_values, terminations, dones, args.gamma, args.gae_lambda
-        )
-        returns = advantages + values
-        batch["advantages"] = torch.from_numpy(advantages).flatten().to(device)
-        batch["returns"] = torch.from_numpy(returns).flatten().to(device)
-        metrics = update(step_minibatches, optimizer, agent, batch, coefs, args)
+
+        def estimate(agent):
+            """Returns the rollout's batch, and its values and returns as arrays."""
+            batch, values, next_values = predict(agent, obs, actions, envs.obs, episodes, device)
+            advantages = compute_advantages(
+                rewards, values, next_values, terminations, dones, args.gamma, args.gae_lambda
+            )
+            returns = advantages + values
+            batch["advantages"] = torch.from_numpy(advantages).flatten().to(device)
+            batch["returns"] = torch.from_numpy(returns).flatten().to(device)
+            return batch, values, returns
+
+        batch, values, returns = estimate(agent)
+        metrics = update(step_minibatches, optimizer, agent, batch, estimate, coefs, args)
 
         run.check_finite(metrics)
         for step, episode in episodes:

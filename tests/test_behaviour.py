@@ -898,6 +898,7 @@ DEFAULTS = {
         "update_epochs": 10,
         "ent_coef": 0.0,
         "init_log_std": 0.0,
+        "recompute_advantages": False,
     },
     "ppo_continuous_action_ray": {"num_envs": 8, "num_steps": 256, "overlap": False},
     "a2c": HIDDEN
