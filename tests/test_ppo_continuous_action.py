@@ -1,4 +1,4 @@
-"""ppo_continuous_action.py detail by detail (G1 to G11, M1 to M8, X1, X3).
+"""ppo_continuous_action.py detail by detail (G1 to G11, M1 to M8, X1, X3, X4).
 
 The oracles are independent: closed forms, quadratic sums, torch.optim and Stable-Baselines3.
 """
@@ -228,7 +228,7 @@ def learn(agent, batch, args, function=ppo.update_minibatches):
     """ppo.update of a copy of the agent: returns its parameters, the optimizer and METRICS."""
     agent = deepcopy(agent)
     optimizer = ppo.Adam(agent.parameters(), eps=1e-5)
-    metrics = ppo.update(function, optimizer, agent, batch, as_coefs(args), args)
+    metrics = ppo.update(function, optimizer, agent, batch, None, as_coefs(args), args)
     return flat(agent), optimizer, metrics
 
 
@@ -335,26 +335,34 @@ def one_iteration(request, run_script):
     return run_script(ppo.__file__, *flags.split(), request.param)
 
 
-def test_g2_a_run_bootstraps_truncations_from_their_final_observation(one_iteration):
-    run = one_iteration
+def check_advantages(run, batch, critic):
+    """Those of a batch of one_iteration, and its returns, against this critic's values.
+
+    Returns the expected ones and the values, (40, 3).
+    """
     terminations, dones = np.zeros((2, 40, 3), bool)
     for step, end in run.episodes:
         dones[step, end.env] = True
         terminations[step, end.env] = end.ended_by == "termination"
     assert terminations.any() and (dones & ~terminations)[-1].any()
     with torch.no_grad():
-        values = run.agent.critic(torch.from_numpy(run.obs))[..., 0].numpy()
-        last_values = run.agent.critic(torch.from_numpy(run.envs.obs)).numpy().T
+        values = critic(torch.from_numpy(run.obs))[..., 0].numpy()
+        last_values = critic(torch.from_numpy(run.envs.obs)).numpy().T
         next_values = np.concatenate((values[1:], last_values))
         for step, end in run.episodes:
-            final_obs = torch.from_numpy(end.final_obs)
-            next_values[step, end.env] = run.agent.critic(final_obs).item()
+            next_values[step, end.env] = critic(torch.from_numpy(end.final_obs)).item()
     terminal = terminations if run.args.bootstrap_truncated else dones
     expected = quadratic_advantages(run.rewards, values, next_values, terminal, dones, 0.9, 0.8)
-    found = run.batch["advantages"].view(40, 3)
+    found = batch["advantages"].view(40, 3)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-    found = run.batch["returns"].view(40, 3)
+    found = batch["returns"].view(40, 3)
     np.testing.assert_allclose(found, expected + values, rtol=1e-4, atol=1e-5)
+    return expected, values
+
+
+def test_g2_a_run_bootstraps_truncations_from_their_final_observation(one_iteration):
+    run = one_iteration
+    expected, values = check_advantages(run, run.batch, run.agent.critic)
     variance = 1 - np.var(expected) / np.var(expected + values)
     logged = scalars(run.run.folder, "losses/explained_variance")
     assert [*logged.values()] == pytest.approx([variance], rel=1e-3)
@@ -809,6 +817,30 @@ def test_x3_an_epoch_whose_mean_kl_is_past_the_target_is_the_last(target_kl, epo
     assert len(steps) == 3 * epochs
     expected = dict.fromkeys(ppo.METRICS, 7.0) | {"approx_kl": np.mean(steps)}
     assert dict(zip(ppo.METRICS, metrics.tolist())) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_x4_each_epoch_has_the_advantages_of_the_values_before_it(one_iteration, recompute):
+    """Where they are recomputed. The log-probabilities are always those of the rollout."""
+    run, calls = one_iteration, []
+    args = replace(run.args, recompute_advantages=recompute, update_epochs=3)
+    per_epoch = args.num_minibatches // run.PER_CALL
+
+    def spy(optimizer, agent, batch, *rest):
+        calls.append((batch, deepcopy(agent.critic)))
+        return run.update_minibatches(optimizer, agent, batch, *rest)
+
+    coefs = run.coefs | {"lr": torch.tensor(0.01)}
+    run.update(spy, run.optimizer, run.agent, run.batch, run.estimate, coefs, args)
+    assert len(calls) == 3 * per_epoch
+    assert calls[0][0] is run.batch
+    assert not torch.equal(calls[0][1][0].weight, calls[-1][1][0].weight)
+    for number, (batch, _) in enumerate(calls):
+        critic = calls[number // per_epoch * per_epoch if recompute else 0][1]
+        _, values = check_advantages(run, batch, critic)
+        torch.testing.assert_close(batch["values"].view(40, 3), torch.from_numpy(values))
+        for name in ("obs", "actions", "logprobs"):
+            assert torch.equal(batch[name], run.batch[name])
 
 
 def sb3_parameters(policy):
