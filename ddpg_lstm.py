@@ -125,7 +125,7 @@ def check_args(args):
     check(min(args.hidden_sizes, default=0) > 0, "--hidden-sizes must be numbers above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
     check(0 < args.tau <= 1, "--tau must be above 0, up to 1")
-    end = args.total_timesteps
+    end = args.total_timesteps // args.num_envs * args.num_envs
     check(0 <= args.learning_starts < end, f"--learning-starts must be from 0, below {end}")
 
 

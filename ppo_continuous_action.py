@@ -21,7 +21,7 @@ Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.0
 details of openai/baselines ppo2 that "The 37 Implementation Details of PPO" explains,
 https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
 Comments number them as docs/details.md of the repository does: G1 to G11 are general, M1 to M8
-for MuJoCo, X1 and X3 optional.
+for MuJoCo, X1, X3 and X4 optional.
 Unlike in baselines, a time limit is not a termination; --no-bootstrap-truncated makes it one.
 Diff it against ppo.py or ppo_atari.py.
 
@@ -100,7 +100,7 @@ class Args:
     max_grad_norm: float = 0.5  # largest norm of the gradient, actor and critic together
     target_kl: float | None = None  # no more epochs after one whose approximate KL exceeds this
     bootstrap_truncated: bool = True  # bootstrap where a time limit has cut an episode
-    recompute_advantages: bool = False  # compute the advantages anew before each epoch
+    recompute_advantages: bool = False  # advantages anew before each epoch but the first
     init_log_std: float = 0.0  # initial logarithm of the policy's standard deviation
 
 
@@ -949,13 +949,13 @@ def update_minibatches(optimizer, agent, batch, indices, coefs, args):
 def update(step_minibatches, optimizer, agent, batch, estimate, coefs, args):
     """PPO's epochs over a batch; returns the metrics, averaged over all minibatches.
 
-    step_minibatches: update_minibatches, compiled or not; estimate(agent)[0]: the batch with the
-    agent's present values.
+    step_minibatches: update_minibatches, compiled or not; estimate: a function of the agent that
+    gives the batch with its present values.
     """
     epochs = []
     for epoch in range(args.update_epochs):
         if args.recompute_advantages and epoch > 0:  # X4
-            batch = estimate(agent)[0] | {"logprobs": batch["logprobs"]}
+            batch = batch | estimate(agent) | {"logprobs": batch["logprobs"]}
         indices = torch.randperm(len(batch["obs"])).view(args.num_minibatches, -1)  # G7
         indices = indices.to(batch["obs"].device)
         total = 0.0
@@ -1064,17 +1064,16 @@ if __name__ == "__main__":
             terminations = dones
 
         def estimate(agent):
-            """Returns the rollout's batch, and its values and returns as arrays."""
+            """Returns the rollout's batch, with the values of an agent."""
             batch, values, next_values = predict(agent, obs, actions, envs.obs, episodes, device)
             advantages = compute_advantages(
                 rewards, values, next_values, terminations, dones, args.gamma, args.gae_lambda
             )
-            returns = advantages + values
             batch["advantages"] = torch.from_numpy(advantages).flatten().to(device)
-            batch["returns"] = torch.from_numpy(returns).flatten().to(device)
-            return batch, values, returns
+            batch["returns"] = torch.from_numpy(advantages + values).flatten().to(device)
+            return batch
 
-        batch, values, returns = estimate(agent)
+        batch = estimate(agent)
         metrics = update(step_minibatches, optimizer, agent, batch, estimate, coefs, args)
 
         run.check_finite(metrics)
@@ -1082,6 +1081,7 @@ if __name__ == "__main__":
             run.log_episode(run.global_step + (step + 1) * args.num_envs, episode)
         run.global_step += batch_size
         scalars = {f"losses/{name}": value for name, value in zip(METRICS, metrics, strict=True)}
+        values, returns = batch["values"].cpu().numpy(), batch["returns"].cpu().numpy()
         scalars["losses/explained_variance"] = explained_variance(values, returns)
         scalars["charts/learning_rate"] = coefs["lr"]
         run.log(scalars)

@@ -67,7 +67,9 @@ def test_bad_values(refused, script):
 @each_script
 @pytest.mark.parametrize("steps", ["-1", "500", "501"])
 def test_learning_must_start_before_the_end(refused, script, steps):
-    message = refused(script, ["--total-timesteps", "500", "--learning-starts", steps])
+    """Of the last iteration; a run ends before --total-timesteps where they don't fit."""
+    flags = ["--total-timesteps", "503", "--num-envs", "5", "--learning-starts", steps]
+    message = refused(script, flags)
     assert message == "error: --learning-starts must be from 0, below 500\n"
 
 

@@ -843,6 +843,18 @@ def test_x4_each_epoch_has_the_advantages_of_the_values_before_it(one_iteration,
             assert torch.equal(batch[name], run.batch[name])
 
 
+def test_x4_a_run_recomputes_its_advantages(run_script):
+    flags = "--num-steps 64 --total-timesteps 64 --num-minibatches 4 --no-compile --eval-episodes 1"
+    found = {}
+    for extra in ("", "--recompute-advantages"):
+        for epochs in (1, 2):
+            name = f"{epochs}{extra}"
+            words = f"{flags} --update-epochs {epochs} --run-name {name} {extra}".split()
+            found[extra, epochs] = flat(run_script(ppo.__file__, *words).agent)
+    assert torch.equal(found["", 1], found["--recompute-advantages", 1])
+    assert not torch.equal(found["", 2], found["--recompute-advantages", 2])
+
+
 def sb3_parameters(policy):
     """SB3's parameters in the order of Agent's."""
     value_net, policy_net = policy.mlp_extractor.value_net, policy.mlp_extractor.policy_net

@@ -116,6 +116,12 @@ def test_workers_change_no_bits(run, whole, tmp_path):
     assert differences(whole[""], whole["--overlap"]) != []
 
 
+def test_x4_recomputed_values_are_the_learners(run, whole, tmp_path):
+    """With those of the policy that has played, the run would be the one without the flag."""
+    run(tmp_path, f"{FLAGS} --recompute-advantages --num-workers 1")
+    assert differences(whole[""], tmp_path / RUN) != []
+
+
 def test_environments_and_seeds_are_those_of_one_process():
     """Whatever the share. Their rows have the bits that they have alone."""
     envs = [ppo.make_env("toys:Continuous-v0") for _ in range(3)]

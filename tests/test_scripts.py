@@ -31,7 +31,7 @@ DIFFERENT = {
     "predict": (3, "no log-probabilities (a2c, pqn)"),
     "ppo_loss": (5, "a penalty (ppo_penalty); a memory; many processes; agents that have ended"),
     "update_minibatches": (3, "PyTorch's Adam where nothing is compiled (a memory); a loss (pqn)"),
-    "update": (12, "one step per rollout (a2c, vpg), no KL (pqn), a replay buffer, new advantages"),
+    "update": (12, "one step a rollout (a2c, vpg), no KL (pqn), replay, processes; new advantages"),
     "Learner": (3, "what has a target and an optimizer"),
     "evaluate": (5, "a copy of the weights to play with (PPO); a memory; games of many agents"),
     "compile_or_not": (2, "CUDA graphs (ppo_atari_vector)"),
@@ -54,13 +54,13 @@ DIFFERENT_FLAGS = {
 }
 # The most lines that the main blocks of neighbours may differ in, old and new ones together
 MAIN_BLOCKS = {
-    ("ppo", "ppo_continuous_action"): 17,
+    ("ppo", "ppo_continuous_action"): 21,
     ("ppo", "ppo_mask"): 4,
     ("ppo", "ppo_penalty"): 12,
     ("ppo", "ppo_pettingzoo"): 10,
     ("ppo", "a2c"): 10,
     ("ppo", "pqn"): 18,
-    ("ppo_continuous_action", "ppo_atari"): 19,
+    ("ppo_continuous_action", "ppo_atari"): 23,
     ("ppo_continuous_action", "ppo_continuous_action_ray"): 22,
     ("ppo_atari", "ppo_atari_vector"): 12,
     ("ppo_atari_vector", "pqn_atari"): 18,
