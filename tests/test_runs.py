@@ -579,7 +579,7 @@ def test_an_equal_evaluation_does_not_replace_the_best():
 # On a terminal
 
 LOOK = """
-print("HAVE", type(agent).__name__, len(envs.envs.envs), obs.shape, advantages.shape)
+print("HAVE", type(agent).__name__, len(envs.envs.envs), obs.shape, batch["returns"].shape)
 print("AGAIN", len(evaluate(agent, envs, args, None)))
 """
 
@@ -588,7 +588,7 @@ print("AGAIN", len(evaluate(agent, envs, args, None)))
 def test_python_i(tmp_path, fault):
     """After the run, and after Ctrl-C, the shell has the run's variables."""
     result = run_process(SCRIPT, tmp_path, FLAGS, python_flags="-i", stdin=LOOK, TOY_FAULT=fault)
-    assert "HAVE Agent 3 (50, 3, 3) (50, 3)" in result.stdout, result
+    assert "HAVE Agent 3 (50, 3, 3) torch.Size([150])" in result.stdout, result
     assert "AGAIN 3" in result.stdout
     assert progress(tmp_path / RUN)["iteration"] == (3 if fault else 10)
 
