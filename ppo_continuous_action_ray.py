@@ -1129,12 +1129,12 @@ def update_minibatches(optimizer, agent, batch, indices, coefs, args):
 def update(step_minibatches, optimizer, agent, batch, estimate, coefs, args):
     """PPO's epochs over a batch; returns the metrics, averaged over all minibatches.
 
-    step_minibatches: update_minibatches, compiled or not; estimate: a function of the agent that
-    gives the batch with its present values.
+    step_minibatches: update_minibatches, compiled or not; estimate(agent): the batch, with the
+    values that this agent has now.
     """
     epochs = []
     for epoch in range(args.update_epochs):
-        if args.recompute_advantages and epoch > 0:  # X4
+        if args.recompute_advantages and epoch > 0:  # X4, but for the log-probabilities
             batch = batch | estimate(agent) | {"logprobs": batch["logprobs"]}
         indices = torch.randperm(len(batch["obs"])).view(args.num_minibatches, -1)  # G7
         indices = indices.to(batch["obs"].device)
@@ -1249,7 +1249,7 @@ if __name__ == "__main__":
             terminations = dones
 
         def estimate(agent):
-            """Returns the rollout's batch, with the values of an agent."""
+            """The rollout's batch, with the values that this agent has now."""
             batch, values, next_values = predict(agent, obs, actions, envs.obs, episodes, device)
             advantages = compute_advantages(
                 rewards, values, next_values, terminations, dones, args.gamma, args.gae_lambda
