@@ -5,6 +5,7 @@ runs. A fork has the bits of a process of its own, and can be killed like one.
 """
 
 import atexit
+import contextlib
 import csv
 import gc
 import importlib
@@ -301,8 +302,9 @@ def leave(code):
     atexit._run_exitfuncs()
     for thing in gc.get_objects():
         # Not isinstance, which asks a weak proxy for what it stands for
-        if issubclass(type(thing), (io.TextIOWrapper, io.BufferedWriter)) and not thing.closed:
-            thing.flush()
+        if issubclass(type(thing), (io.TextIOWrapper, io.BufferedWriter)):
+            with contextlib.suppress(ValueError):  # it is closed, or not yet open
+                thing.flush()
     os._exit(code)
 
 
