@@ -834,6 +834,7 @@ def compile_or_not(function, args, device):
     print(f"compiling {function.__name__}: up to half a minute, the first time", flush=True)
     # Kernels of a GPU that are chosen by timing them would give each run other bits
     options = {"deterministic": True, "triton.autotune_pointwise": False}
+    options["triton.cudagraphs"] = True  # on a GPU a graph starts all kernels at once
     if device.type == "cpu":
         # Without the threshold, inductor computes beta ** steps again for every eight weights
         options = {"cpp_wrapper": True, "realize_opcount_threshold": 4}

@@ -652,26 +652,6 @@ def test_a_compiled_player_equals_the_agent():
         assert_outputs_close(player.policy(), agent, random_obs(3), 1e-4)
 
 
-@pytest.mark.parametrize("script", [ppo, ppo_atari], ids=["ppo_atari_vector", "ppo_atari"])
-def test_kernels_of_a_gpu_are_not_chosen_by_their_speed(monkeypatch, script):
-    """On the meta device, in place of a GPU."""
-    given = []
-    monkeypatch.setattr(torch, "compile", lambda function, **kwargs: given.append(kwargs))
-    script.compile_or_not(torch.sin, script.Args(), torch.device("meta"))
-    options = given[0]["options"]
-    assert options["deterministic"] is True and options["triton.autotune_pointwise"] is False
-    assert options.get("triton.cudagraphs", False) == (script is ppo)
-    assert options.keys() <= set(torch._inductor.list_options())
-
-
-def test_metrics_are_kept_where_a_cuda_graph_writes_to_one_place():
-    """Here the graph is a function that always returns the same tensor."""
-    memory = torch.zeros(6)
-    args = ppo.Args(num_minibatches=4, update_epochs=2)
-    batch = {"obs": torch.zeros(8)}
-    assert ppo.update(lambda *_: memory.add_(1), None, None, batch, {}, args).tolist() == [4.5] * 6
-
-
 # Whole runs
 
 

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,7 +36,6 @@ DIFFERENT = {
     "update": (12, "one step a rollout (a2c, vpg), no KL (pqn), replay, processes; new advantages"),
     "Learner": (3, "what has a target and an optimizer"),
     "evaluate": (5, "a copy of the weights to play with (PPO); a memory; games of many agents"),
-    "compile_or_not": (2, "CUDA graphs (ppo_atari_vector)"),
 }
 # Flags that two scripts explain differently
 DIFFERENT_FLAGS = {
@@ -232,6 +233,41 @@ def test_the_norm_of_the_gradient_is_above_0(refused, name):
     """A negative one would turn the gradient around."""
     module = importlib.import_module(name)
     assert "--max-grad-norm must be above 0" in refused(module, ["--max-grad-norm", "-1"])
+
+
+COMPILED = [name for name, text in TEXTS.items() if "def compile_or_not" in text]
+IN_MINIBATCHES = [name for name, text in TEXTS.items() if "def update(step_minibatches" in text]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_on_a_gpu_there_are_graphs_and_no_kernels_chosen_by_their_speed(monkeypatch, name):
+    """On the meta device, in place of a GPU."""
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda function, **kwargs: given.append(kwargs))
+    script = importlib.import_module(name)
+    script.compile_or_not(torch.sin, script.Args(), torch.device("meta"))
+    options = given[0]["options"]
+    assert options["deterministic"] is True and options["triton.autotune_pointwise"] is False
+    assert options["triton.cudagraphs"] is True
+    assert options.keys() <= set(torch._inductor.list_options())
+
+
+@pytest.mark.parametrize("name", IN_MINIBATCHES)
+def test_metrics_are_kept_where_a_cuda_graph_writes_to_one_place(name):
+    """Here the graph is a function that always returns the same tensor."""
+    script = importlib.import_module(name)
+    size = len(script.METRICS)
+    memory = torch.zeros(size)
+    args = script.Args(num_minibatches=4, update_epochs=2)
+    calls = 4 // script.PER_CALL  # in an epoch
+    given = {"step_minibatches": lambda *_: memory.add_(1), "args": args}
+    if "estimate" in inspect.signature(script.update).parameters:
+        given["estimate"] = None
+    metrics = script.update(
+        optimizer=None, agent=None, batch={"obs": torch.zeros(8)}, coefs={}, **given
+    )
+    first, second = sum(range(1, calls + 1)), sum(range(calls + 1, 2 * calls + 1))
+    assert metrics.tolist() == [(first + second) / 2 / 4] * size
 
 
 @pytest.mark.parametrize("names", MAIN_BLOCKS, ids=" to ".join)
