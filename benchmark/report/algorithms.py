@@ -59,7 +59,7 @@ def from_to(values, form):
 
 def speed_of(script, speeds):
     """PlainRL's steps/s divided by the peer's, in each precision; "" if it wasn't measured."""
-    rounds = speeds[(speeds["round"] != "full") & (speeds["script"] == script)]
+    rounds = speeds[speeds["script"] == script]
     texts = []
     for program, label in zip(OURS, ("", "`--amp`: "), strict=True):
         found = ratios(rounds, "steps_per_second", program, PEER)

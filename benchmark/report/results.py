@@ -4,10 +4,10 @@
 
 Each folder of benchmark/results/ that has a runs.csv gets report.md and one PNG: ablation.png where
 variants are set beside their script's defaults over several environments, else overview.png.
-speed.csv becomes speed_chart.png, games.csv games.png. In README.md, benchmark/results/README.md
-and docs/*.md, the text between <!-- table: NAME --> and <!-- end of table --> is replaced. NAME is
-a folder of benchmark/results/, such a name with _gains (what each variant gains on the defaults),
-algorithms, diffs, or one of benchmark.speed's tables.
+speed.csv becomes speed_chart.png. In README.md, benchmark/results/README.md and docs/*.md, the text
+between <!-- table: NAME --> and <!-- end of table --> is replaced. NAME is a folder of
+benchmark/results/, such a name with _gains (what each variant gains on the defaults), algorithms,
+diffs, or one of benchmark.speed's tables.
 """
 
 import re
@@ -19,7 +19,7 @@ import tyro
 
 from benchmark.report import algorithms, contents, diffs, figures, page, stats, tables
 from benchmark.report.runs import read, read_published
-from benchmark.speed import chart, games
+from benchmark.speed import chart
 from benchmark.speed import tables as speed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,8 +58,7 @@ def make_tables(results):
     frames = {name: runs for name, (runs, _) in results.items()}
     found["algorithms"] = tables.markdown(algorithms.make_table(lines, frames, rows))
     found["diffs"] = tables.markdown(diffs.make_table(ROOT))
-    cleanrl = speed.read(RESULTS / "speed_cleanrl.csv")
-    return found | speed.tables(rows) | speed.tables(cleanrl, "speed_cleanrl")
+    return found | speed.tables(rows)
 
 
 def fill_tables(text, tables):
@@ -92,7 +91,6 @@ def redraw():
         if shown:
             (RESULTS / name / f"{shown.name}.png").write_bytes(figures.png(shown.figure, DPI))
     chart.draw(speed.read(RESULTS / "speed.csv"), RESULTS / "speed_chart.png")
-    games.draw(pd.read_csv(RESULTS / "games.csv"), RESULTS / "games.png")
     found = make_tables(results)
     for path in pages():
         text = path.read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmark import ROOT
-from benchmark.speed.peers import CORES, OURS, PROGRAMS, command_of
+from benchmark.speed.peers import OURS, PROGRAMS, command_of
 
 PACKAGES = ("torch", "gymnasium", "mujoco", "numpy", "stable_baselines3", "sb3_contrib")
 
@@ -120,5 +120,5 @@ def describe_machine(config):
     named = ", ".join(f"{name} {versions.get(name, 'not installed')}" for name in PACKAGES)
     return (
         f"PlainRL {config['git_commit']}, python {versions['python']}, {named}; "
-        f"{config['machine']['cpu']}, {CORES} cores, {platform.platform()}"
+        f"{config['machine']['cpu']}, {len(os.sched_getaffinity(0))} cores, {platform.platform()}"
     )

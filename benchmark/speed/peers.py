@@ -1,25 +1,20 @@
 """What is measured: the scripts' command lines, and their peers'."""
 
-import os
 import sys
 
 from benchmark import ROOT
 
-# Title and precision, in the order of a round. Only old rows are of the last two
+# Title and precision, in the order of a round
 PROGRAMS = {
     "plainrl": ("PlainRL", "float32"),
     "plainrl --amp": ("PlainRL, bfloat16", "bfloat16"),
     "sb3": ("Stable-Baselines3", "float32"),
     "cleanrl": ("CleanRL's loop", "float32"),
-    "env": ("environment alone", ""),
-    "arithmetic": ("arithmetic alone", "float32"),
 }
 OURS = ("plainrl", "plainrl --amp")
 PEER = "sb3"  # the one that all scripts but PQN's have
 
-# Those that this process may use: taskset may leave it fewer than there are
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-REPLAY = "--total-timesteps 3000 --random-steps 100 --learning-starts 100 --num-threads"
+REPLAY = "--total-timesteps 3000 --random-steps 100 --learning-starts 100".split()
 # SB3 keeps the stacks of an observation and of the next one, 56 kB a step
 STACKS = "--learning-starts 1000 --buffer-size 20000"
 TASKS = {  # flags of a script's runs
@@ -30,9 +25,9 @@ TASKS = {  # flags of a script's runs
     "ppo_atari_lstm": ("--total-timesteps", "8192"),
     "dqn": ("--total-timesteps", "41000", "--learning-starts", "1000"),
     "dqn_atari": ("--total-timesteps", "3000", *STACKS.split()),
-    "ddpg_continuous_action": (*REPLAY.split(), str(CORES)),
-    "td3_continuous_action": (*REPLAY.split(), str(CORES)),
-    "sac_continuous_action": (*REPLAY.split(), str(CORES)),
+    "ddpg_continuous_action": REPLAY,
+    "td3_continuous_action": REPLAY,
+    "sac_continuous_action": REPLAY,
     "pqn": ("--total-timesteps", "51200"),
     "pqn_atari": ("--total-timesteps", "10240"),
 }

@@ -3,7 +3,7 @@
 import pandas as pd
 
 from benchmark.report.tables import Table, markdown
-from benchmark.speed.peers import OURS, PEER, PEERS, PROGRAMS
+from benchmark.speed.peers import OURS, PEERS, PROGRAMS
 
 NOTE = """\
 Cells: median (min to max) over the rounds. Steps/s are of the steady state, from the end of the
@@ -17,31 +17,37 @@ def read(path):
     return pd.read_csv(path)
 
 
-def tables(rows, name="speed"):
+def tables(rows):
     """A DataFrame of rows -> {name: Markdown}.
 
-    NAME: PlainRL beside Stable-Baselines3, a line for each script and precision; NAME_SCRIPT: all
-    programs and ratios of a script; NAME_machines: the machines that they were measured on.
+    speed: PlainRL beside its peers, a line for each script and precision; speed_SCRIPT: all
+    programs and ratios of a script; speed_machines: the machines that they were measured on.
     """
-    texts = {name: overview(rows)}
+    texts = {"speed": overview(rows)}
     for script, own in rows.groupby("script", sort=False):
-        texts[f"{name}_{script}"] = f"{program_table(own)}\n\n{ratio_table(own)}".strip()
-    texts[f"{name}_machines"] = "\n".join(f"- {machine}" for machine in rows["machine"].unique())
+        texts[f"speed_{script}"] = f"{program_table(own)}\n\n{ratio_table(own)}".strip()
+    texts["speed_machines"] = "\n".join(f"- {machine}" for machine in rows["machine"].unique())
     return texts
 
 
 def overview(rows):
-    header = "script, environment|precision|PlainRL, steps/s|Stable-Baselines3 (float32), steps/s"
+    header = ["script, environment", "precision", "rounds", "PlainRL, steps/s"]
+    for peer in PEERS:
+        header += [f"{PROGRAMS[peer][0]}, steps/s", "ratio", "ratio with start-up, 1M steps"]
     lines = []
     for (script, env_id), own in rows.groupby(["script", "env_id"], sort=False):
-        peer = spread(speeds_of(own, PEER), ",.0f")
         for program in OURS:
             speeds = speeds_of(own, program)
-            if not speeds.empty:
-                cells = [f"`{script}`, {env_id}", PROGRAMS[program][1], spread(speeds, ",.0f")]
-                found = ratios(own, "steps_per_second", program, PEER)
-                lines.append([*cells, peer, *three(found, ".2f"), str(len(speeds))])
-    return markdown(Table(f"{header}|ratio: median|min|max|rounds".split("|"), lines, "llrrrrrr"))
+            if speeds.empty:
+                continue
+            cells = [f"`{script}`, {env_id}", PROGRAMS[program][1], str(len(speeds))]
+            cells.append(spread(speeds, ",.0f"))
+            for peer in PEERS:
+                cells.append(spread(speeds_of(own, peer), ",.0f"))
+                cells.append(spread(ratios(own, "steps_per_second", program, peer), ".2f"))
+                cells.append(spread(ratios(own, "wall_s_1m", peer, program), ".2f"))
+            lines.append(cells)
+    return markdown(Table(header, lines, "ll" + "r" * (len(header) - 2)))
 
 
 def speeds_of(rows, program):
@@ -56,7 +62,7 @@ def program_table(rows):
     for program, runs in rows.groupby("program", sort=False):
         title, precision = PROGRAMS[program]
         compiling = runs["cache"] == "empty"
-        cells = [title, precision or "-", spread(runs["steps_per_second"], ",.0f")]
+        cells = [title, precision, spread(runs["steps_per_second"], ",.0f")]
         for column in ("start_up_s", "wall_s_1m"):
             cells.append(spread(runs.loc[~compiling, column], ",.1f"))
             cells.append(spread(runs.loc[compiling, column], ",.1f"))
@@ -75,8 +81,7 @@ def ratio_table(rows):
     lines = []
     for ours, other in pairs:
         lines.append(ratio_line(rows, "steps/s", "steps_per_second", ours, other))
-        if other in PEERS:
-            lines.append(ratio_line(rows, "time of 1M steps", "wall_s_1m", other, ours))
+        lines.append(ratio_line(rows, "time of 1M steps", "wall_s_1m", other, ours))
     header = ("ratio", "precision", "median", "min", "max", "round by round")
     return markdown(Table(header, lines, "llrrrl")) if lines else ""
 

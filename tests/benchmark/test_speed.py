@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from benchmark import ROOT
 from benchmark.speed import __main__ as command
-from benchmark.speed import chart, cleanrl, games, measure, peers, sb3, tables
+from benchmark.speed import chart, cleanrl, measure, peers, sb3, tables
 
 RESULTS = ROOT / "benchmark" / "results"
 
@@ -54,7 +54,6 @@ def rows():
         made.append(make_row(number, "plainrl", 800.0 * factor, cache=cache))
         for program, speed in (("sb3", 100.0), ("cleanrl", 200.0)):
             made.append(make_row(number, program, speed * factor))
-        made.append(make_row(number, "env", 1600.0 * factor, start_up_s=None, peak_mb=None))
     made.append(make_row(2, "plainrl --amp", 1200.0, cache="empty"))
     return pd.DataFrame(made)
 
@@ -148,22 +147,25 @@ def test_ratios_pair_runs_of_one_round():
     made = pd.DataFrame([make_row(*row) for row in speeds])
     found = tables.ratios(made, "steps_per_second", "plainrl", "sb3")
     assert list(found.items()) == [(1, 4.0), (2, 3.0), (10, 1.0)]
-    assert tables.ratios(made, "steps_per_second", "plainrl", "env").empty
+    assert tables.ratios(made, "steps_per_second", "plainrl", "cleanrl").empty
 
 
 def test_tables(rows):
     """A line for each program and ratio; compiling runs have columns of their own."""
-    texts = tables.tables(rows, "mine")
-    start, peer = "| `ppo_atari`, PongNoFrameskip-v4 |", "200 (100 to 300)"
-    line = f"{start} float32 | 1,600 (800 to 2,400) | {peer} | 8.00 | 8.00 | 8.00 | 2 |"
-    assert line in texts["mine"]
-    assert f"{start} bfloat16 | 1,200 | {peer} | 4.00 | 4.00 | 4.00 | 1 |" in texts["mine"]
-    text = texts["mine_ppo_atari"]
+    texts = tables.tables(rows)
+    start = "| `ppo_atari`, PongNoFrameskip-v4 |"
+    peer, other = "200 (100 to 300)", "400 (200 to 600)"
+    ratios = " (8.00 to 8.00)", " (4.00 to 4.00)"
+    line = f"{start} float32 | 2 | 1,600 (800 to 2,400) "
+    line += f"| {peer} | 8.00{ratios[0]} | 8.00{ratios[0]} "
+    line += f"| {other} | 4.00{ratios[1]} | 4.00{ratios[1]} |"
+    assert line in texts["speed"]
+    line = f"{start} bfloat16 | 1 | 1,200 | {peer} | 4.00 | 4.00 | {other} | 2.00 | 2.00 |"
+    assert line in texts["speed"]
+    text = texts["speed_ppo_atari"]
     line = "| PlainRL | float32 | 1,600 (800 to 2,400) | 20.0 | 10.0 | 4.2 | 12.5 | "
     assert line + "75 (50 to 100) | 0.5 (0.0 to 1.0) |" in text
     assert "| CleanRL's loop | float32 | 400 (200 to 600) | 15.0 (10.0 to 20.0) | - | " in text
-    assert "| environment alone | - | 3,200 (1,600 to 4,800) | - | - |" in text
-    assert "| steps/s, PlainRL / environment alone | float32 | 0.50 |" in text
     ratio = "| steps/s, PlainRL / CleanRL's loop | float32 | 4.00 | 4.00 | 4.00 | 4.00, 4.00 |"
     assert ratio in text
     name = "time of 1M steps, Stable-Baselines3 / PlainRL, bfloat16"
@@ -176,7 +178,8 @@ def test_a_script_without_a_peer_has_its_own_line(rows):
     own = [make_row(i, "plainrl", 100.0 * i, script="pqn", env_id="x", cache="") for i in (1, 2)]
     rows = pd.concat([rows, pd.DataFrame(own)])
     texts = tables.tables(rows)
-    assert "| `pqn`, x | float32 | 150 (100 to 200) | - | - | - | - | 2 |" in texts["speed"]
+    line = "| `pqn`, x | float32 | 2 | 150 (100 to 200) | - | - | - | - | - | - |"
+    assert line in texts["speed"]
     assert "| PlainRL | float32 | 150 (100 to 200) |" in texts["speed_pqn"]
     assert "ratio" not in texts["speed_pqn"]
     assert len(chart.make_figure(rows).axes[0].patches) == 3
@@ -195,16 +198,6 @@ def test_chart_has_the_ratios_to_the_peer(rows):
     assert list(axes.lines[1].get_xdata()) == [6.0, 8.0]
     names = [label.get_text().replace("\n", " ") for label in axes.get_yticklabels()]
     assert names[1:] == ["ppo_atari, PlainRL, bfloat16", "ppo_atari, CleanRL's loop"]
-
-
-def test_games_draws_a_bar_for_each_part_of_a_steps_time():
-    """Milliseconds: 128 steps of each of 8 games in (0.1 + 0.2 + 0.3) s are 0.586 ms a step."""
-    row = {"amp": False, "threads": 1, "games": 8, "steps_per_second": 1706.7}
-    row |= {"games_seconds": 0.1, "policy_seconds": 0.2, "update_seconds": 0.3}
-    axes = games.make_figure(pd.DataFrame([row])).axes[0]
-    heights = [bar.get_height() for bar in axes.patches]
-    assert heights == pytest.approx([x / 1.024 for x in (0.1, 0.2, 0.3)])
-    assert axes.patches[-1].get_y() + heights[-1] == pytest.approx(0.6 / 1.024)
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("speed*.csv")), ids=lambda path: path.stem)
