@@ -54,7 +54,7 @@ def measure_script(script, args):
             with tempfile.TemporaryDirectory() as folder:
                 for program in programs_of(script, args.amp):
                     flags = shlex.split(args.flags)
-                    cache = Path(caches, program)
+                    cache = Path(caches, program.replace(" ", ""))  # g++ gets it without quotes
                     row = measure(program, script, number, flags, Path(folder), cache)
                     yield {"round": number, **row}
 

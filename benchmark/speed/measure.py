@@ -31,11 +31,14 @@ def measure(program, script, seed, flags, folder, cache):
     said, began, ended, used = run(
         program, command_of(program, script, seed, flags, folder), folder, cache
     )
+    if program in OURS and "running without compilation" in said:
+        refuse("the script couldn't be compiled: run it to see why, or add --no-compile to --flags")
     if program not in OURS or not cache.exists():  # it compiles nothing
         cache_state = ""
     config = json.loads((folder / "runs" / "plainrl" / "config.json").read_text())
     args = config["args"]
-    marks = read_marks(program, said, folder, args.get("learning_starts", 0))
+    learning_starts = args.get("learning_starts", 0)
+    marks = read_marks(program, said, folder, learning_starts)
     if len(marks) < 2:
         refuse("a run needs two iterations that learn: raise --total-timesteps in --flags")
     return {
@@ -45,7 +48,7 @@ def measure(program, script, seed, flags, folder, cache):
         "script": script,
         "env_id": args["env_id"],
         "seed": args["seed"],
-        **figures_of(marks, began, ended),
+        **figures_of(marks, began, ended, learning_starts),
         **used,
         "load": load,
         "machine": describe_machine(config),
@@ -95,12 +98,12 @@ def read_marks(program, said, folder, learning_starts):
     return [mark for mark in marks if mark[0] > learning_starts]
 
 
-def figures_of(marks, began, ended):
+def figures_of(marks, began, ended, learning_starts):
     """The figures of a run -> dict.
 
-    steps_per_second is from the first mark to the last. start_up_s (imports, building, compilation)
-    is the time to the first mark, less what its steps take at that speed. wall_s is the process's
-    wall time, and wall_s_1m what it comes to for 1M steps.
+    steps_per_second is from the first mark to the last. start_up_s (imports, building, compilation,
+    steps before learning_starts) is the time to the first mark, less what the steps after that take
+    at that speed. wall_s is the process's wall time, and wall_s_1m what it comes to for 1M steps.
     """
     first_step, first = marks[0]
     last_step, last = marks[-1]
@@ -108,7 +111,7 @@ def figures_of(marks, began, ended):
     return {
         "steps": last_step,
         "steps_per_second": speed,
-        "start_up_s": first - began - first_step / speed,
+        "start_up_s": first - began - (first_step - learning_starts) / speed,
         "wall_s": ended - began,
         "wall_s_1m": ended - began + (1_000_000 - last_step) / speed,
     }

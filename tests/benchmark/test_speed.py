@@ -62,13 +62,13 @@ def rows():
 
 
 def test_steady_state():
-    """1,000 steps by 10 s after the first mark; the first 2,048 at that speed aren't start-up."""
+    """100 steps/s after the first mark; those before it that learned aren't start-up."""
     marks = [(2048, 130.48), (4096, 140.0), (12048, 230.48)]
-    assert measure.figures_of(marks, began=100.0, ended=240.0) == pytest.approx(
+    assert measure.figures_of(marks, 100.0, 240.0, learning_starts=1000) == pytest.approx(
         {
             "steps": 12048,
             "steps_per_second": 100.0,
-            "start_up_s": 10.0,
+            "start_up_s": 20.0,
             "wall_s": 140.0,
             "wall_s_1m": 140 + 9879.52,
         }
@@ -136,6 +136,22 @@ def test_rows_say_whether_the_compilers_cache_was_empty(tmp_path, monkeypatch):
     for state in ("empty", "filled"):
         row = measure.measure("plainrl", "ppo", 1, [], tmp_path, tmp_path / "cache")
         assert row["cache"] == state
+
+
+def test_the_compilers_cache_has_no_space_in_its_path(monkeypatch, tmp_path):
+    """g++ gets it without quotes; a temporary folder has none."""
+    caches = []
+    monkeypatch.setattr(command, "measure", lambda *given: caches.append(given[-1]) or {})
+    list(command.measure_script("ppo_atari", command.Args(rounds=2, amp=True)))
+    assert len(set(caches)) == 4 and not any(" " in cache.name for cache in caches)
+
+
+def test_a_run_without_its_compilation_is_refused(monkeypatch, tmp_path, capsys):
+    words = [sys.executable, "-c", "print('running without compilation, slower: no g++')"]
+    monkeypatch.setattr(measure, "command_of", lambda *_: words)
+    with pytest.raises(SystemExit, match="2"):
+        measure.measure("plainrl", "ppo", 1, [], tmp_path, tmp_path / "cache")
+    assert "the script couldn't be compiled" in capsys.readouterr().err
 
 
 # Tables and figures
