@@ -16,7 +16,7 @@ PEER = "sb3"  # the one that all scripts but PQN's have
 
 REPLAY = "--total-timesteps 3000 --random-steps 100 --learning-starts 100".split()
 # SB3 keeps the stacks of an observation and of the next one, 56 kB a step
-STACKS = "--learning-starts 1000 --buffer-size 20000"
+STACKS = "--learning-starts 1000 --buffer-size 20000".split()
 TASKS = {  # flags of a script's runs
     "ppo": ("--total-timesteps", "51200"),
     "ppo_continuous_action": ("--total-timesteps", "61440"),
@@ -24,7 +24,7 @@ TASKS = {  # flags of a script's runs
     "ppo_atari_vector": ("--total-timesteps", "10240"),
     "ppo_atari_lstm": ("--total-timesteps", "8192"),
     "dqn": ("--total-timesteps", "41000", "--learning-starts", "1000"),
-    "dqn_atari": ("--total-timesteps", "3000", *STACKS.split()),
+    "dqn_atari": ("--total-timesteps", "3000", *STACKS),
     "ddpg_continuous_action": REPLAY,
     "td3_continuous_action": REPLAY,
     "sac_continuous_action": REPLAY,

@@ -138,8 +138,8 @@ def test_rows_say_whether_the_compilers_cache_was_empty(tmp_path, monkeypatch):
         assert row["cache"] == state
 
 
-def test_the_compilers_cache_has_no_space_in_its_path(monkeypatch, tmp_path):
-    """g++ gets it without quotes; a temporary folder has none."""
+def test_the_compilers_cache_has_no_space_in_its_path(monkeypatch):
+    """g++ gets it without quotes."""
     caches = []
     monkeypatch.setattr(command, "measure", lambda *given: caches.append(given[-1]) or {})
     list(command.measure_script("ppo_atari", command.Args(rounds=2, amp=True)))
