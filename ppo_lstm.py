@@ -64,7 +64,7 @@ class Args:
     torch_deterministic: bool = True  # use deterministic cuDNN algorithms
     cuda: bool = True  # use a GPU where there is one
     compile: bool = True  # accepted, but this script compiles nothing
-    num_threads: int = 1  # threads of PyTorch; a second one gains nothing on layers of 64
+    num_threads: int = 1  # threads of PyTorch; a second one gains nothing on layers so small
     track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "plainrl"  # project at Weights & Biases
     wandb_entity: str | None = None  # user or team at Weights & Biases
