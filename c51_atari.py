@@ -324,7 +324,7 @@ class Run:
                 print(f"{name} isn't given to run.restore(), so a resume begins it anew")
         if self.args.resume and self.saved.get("machine") != self.machine:
             before = self.saved.get("machine")
-            print(f"goes on, but not to the same bits: {before} before, {self.machine} now")
+            print(f"goes on, but its bits may differ: {before} before, {self.machine} now")
 
     def iterations(self):
         """Yields the numbers of the iterations that are left, and saves the run between them.
@@ -598,8 +598,7 @@ class VecEnv:
             if statistics:
                 ended_by = "termination" if terminated else "truncation"
                 final_obs = np.array(obs, self.obs.dtype)  # a copy: the reset may write over it
-                length = statistics["l"]
-                episode = Episode(i, float(statistics["r"]), length, ended_by, final_obs)
+                episode = Episode(i, float(statistics["r"]), statistics["l"], ended_by, final_obs)
             if statistics and len(self.actions[i]) >= self.steps_per_seed:
                 obs = self.reset_with_new_seed(i)
             else:

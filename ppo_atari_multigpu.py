@@ -19,7 +19,7 @@ Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.0
 details of openai/baselines ppo2 that "The 37 Implementation Details of PPO" explains,
 https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
 Comments number them as docs/details.md of the repository does: G1 to G11 are general, A1 to A10
-for Atari, X1 to X3 optional.
+for Atari, X1 and X3 optional, X2 for many processes.
 Unlike in baselines, a time limit is not a termination; --no-bootstrap-truncated makes it one.
 The games are those of ppo_atari_vector.py.
 
@@ -28,7 +28,7 @@ average their gradients (X2), so their weights stay equal. Flags name the sizes 
 Up to rounding, its results don't depend on the number of processes:
 
 - Games have the seeds, and their actions the noise, that they have in one process with all games.
-- A minibatch has as many steps of each game (G7).
+- A minibatch has the same number of steps of each game (G7).
 - Advantages are normalised over all processes (G3). --no-sync-norm-adv does it in each one alone,
   as baselines does under MPI.
 
@@ -123,7 +123,7 @@ class Args:
     num_minibatches: int = 4  # minibatches per epoch
     update_epochs: int = 4  # epochs per rollout
     norm_adv: bool = True  # normalise the advantages in each minibatch
-    sync_norm_adv: bool = True  # normalise them over all processes, not in each one alone
+    sync_norm_adv: bool = True  # normalise advantages over all processes, not in each alone
     clip_coef: float = 0.1  # clip range of the probability ratio and of the value loss
     anneal_clip: bool = False  # lower the clip range linearly over the run
     clip_vloss: bool = True  # clip the value loss as openai/baselines does
@@ -150,6 +150,7 @@ def check_args(args):
         check(getattr(args, name) > 0, f"--{name.replace('_', '-')} must be above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
     check(0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1")
+    check(args.target_kl is None or args.target_kl > 0, "--target-kl must be above 0")
     batch_size = args.num_envs * args.num_steps
     whole = args.num_envs % WORLD_SIZE == 0
     check(whole, f"--num-envs must be a multiple of the number of processes, {WORLD_SIZE}")
@@ -350,7 +351,7 @@ class Run:
                 print(f"{name} isn't given to run.restore(), so a resume begins it anew")
         if self.args.resume and self.saved.get("machine") != self.machine:
             before = self.saved.get("machine")
-            print(f"goes on, but not to the same bits: {before} before, {self.machine} now")
+            print(f"goes on, but its bits may differ: {before} before, {self.machine} now")
 
     def iterations(self):
         """Yields the numbers of the iterations that are left, and saves the run between them.
@@ -825,8 +826,9 @@ def iterations_together(run):
         for number in run.iterations():
             dist.broadcast(torch.tensor(number), 0)
             yield number
-    except SystemExit:  # it was stopped, and has named a command
-        print("but with torchrun, as this run was started, in the place of python")
+    except SystemExit:
+        if run.stop_signal:  # it has named a command
+            print("but with torchrun, as this run was started, in the place of python")
         dist.broadcast(iteration, 0)
         raise
     dist.broadcast(iteration, 0)
@@ -985,7 +987,7 @@ class Adam(nn.Module):
 
 
 def draw_minibatches(args, share):
-    """Indices (num_minibatches, n) of this process's steps; each row has as many of each game.
+    """Indices (num_minibatches, n) of this process's steps; each row has equally many of each game.
 
     All processes draw for all games, so that together they learn from one process's minibatches.
     """
@@ -1037,8 +1039,7 @@ def update(functions, optimizer, agent, batch, share, coefs, args):
         indices = draw_minibatches(args, share).to(batch["obs"].device)
         minibatches = dict(batch)
         if args.norm_adv:
-            normalised = normalise_advantages(batch["advantages"], indices, args)
-            minibatches["advantages"] = normalised
+            minibatches["advantages"] = normalise_advantages(batch["advantages"], indices, args)
         total = 0.0
         for row in indices:
             gradient = compute(optimizer, agent, minibatches, row, coefs, args)

@@ -13,7 +13,7 @@
 #     "moviepy==2.2.1",
 # ]
 # ///
-"""PPO for Atari games, from pixels, which threads of ALE's play at the same time.
+"""PPO for Atari games, from pixels, played side by side by ALE's own threads.
 
 Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the
 details of openai/baselines ppo2 that "The 37 Implementation Details of PPO" explains,
@@ -133,6 +133,7 @@ def check_args(args):
         check(getattr(args, name) > 0, f"--{name.replace('_', '-')} must be above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
     check(0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1")
+    check(args.target_kl is None or args.target_kl > 0, "--target-kl must be above 0")
     batch_size = args.num_envs * args.num_steps
     minibatch_size, remainder = divmod(batch_size, args.num_minibatches)
     check(remainder == 0, "--num-envs x --num-steps must be a multiple of --num-minibatches")
@@ -328,7 +329,7 @@ class Run:
                 print(f"{name} isn't given to run.restore(), so a resume begins it anew")
         if self.args.resume and self.saved.get("machine") != self.machine:
             before = self.saved.get("machine")
-            print(f"goes on, but not to the same bits: {before} before, {self.machine} now")
+            print(f"goes on, but its bits may differ: {before} before, {self.machine} now")
 
     def iterations(self):
         """Yields the numbers of the iterations that are left, and saves the run between them.

@@ -31,7 +31,7 @@ neither on their number nor on which is faster. Where a worker is lost, Ray star
 brings its environments back and plays its share again.
 In one thing a rollout differs from ppo_continuous_action.py's: its observations are normalised with
 the statistics of its start (M1). They take in its observations when it is over.
-With --overlap the workers play the next rollout during an update, with the weights before it.
+With --overlap the workers play the next rollout during an update, with the weights from before it.
 
 Diff it against ppo_continuous_action.py.
 
@@ -101,7 +101,7 @@ class Args:
     num_workers: int = 2  # processes that play an equal number of them each
     cpus_per_worker: float = 1.0  # CPUs that Ray keeps for a worker
     address: str | None = None  # HOST:PORT of a Ray cluster, or auto (default: one for this run)
-    overlap: bool = False  # play the next rollout during an update, with the weights before it
+    overlap: bool = False  # play the next rollout during an update, with the weights from before it
     num_steps: int = 256  # steps in each environment per rollout
     anneal_lr: bool = True  # lower the learning rate linearly over the run
     gamma: float = 0.99  # discount factor
@@ -118,7 +118,7 @@ class Args:
     max_grad_norm: float = 0.5  # largest norm of the gradient, actor and critic together
     target_kl: float | None = None  # no more epochs after one whose approximate KL exceeds this
     bootstrap_truncated: bool = True  # bootstrap where a time limit has cut an episode
-    recompute_advantages: bool = False  # advantages anew before each epoch but the first
+    recompute_advantages: bool = False  # compute advantages anew before each epoch but the first
     init_log_std: float = 0.0  # initial logarithm of the policy's standard deviation
 
 
@@ -139,6 +139,7 @@ def check_args(args):
     check(min(args.hidden_sizes, default=0) > 0, "--hidden-sizes must be numbers above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
     check(0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1")
+    check(args.target_kl is None or args.target_kl > 0, "--target-kl must be above 0")
     whole = args.num_envs % args.num_workers == 0
     check(whole, "--num-envs must be a multiple of --num-workers")
     check(args.cpus_per_worker >= 1e-4, "--cpus-per-worker must be at least 0.0001, Ray's least")
@@ -337,7 +338,7 @@ class Run:
                 print(f"{name} isn't given to run.restore(), so a resume begins it anew")
         if self.args.resume and self.saved.get("machine") != self.machine:
             before = self.saved.get("machine")
-            print(f"goes on, but not to the same bits: {before} before, {self.machine} now")
+            print(f"goes on, but its bits may differ: {before} before, {self.machine} now")
 
     def iterations(self):
         """Yields the numbers of the iterations that are left, and saves the run between them.
@@ -563,8 +564,7 @@ class VecEnv:
             if statistics:
                 ended_by = "termination" if terminated else "truncation"
                 final_obs = np.array(obs, self.obs.dtype)  # a copy: the reset may write over it
-                length = statistics["l"]
-                episode = Episode(i, float(statistics["r"]), length, ended_by, final_obs)
+                episode = Episode(i, float(statistics["r"]), statistics["l"], ended_by, final_obs)
             if statistics and len(self.actions[i]) >= self.steps_per_seed:
                 obs = self.reset_with_new_seed(i)
             else:
@@ -733,10 +733,7 @@ class RayVecEnv:
         outcome, self.obs = self.next
         return outcome
 
-    def for_evaluation(self, env_id, seed, video_dir):
-        """Returns a VecEnv of one new environment, for an evaluation."""
-        env = make_env(env_id, video_dir, max_steps=100000)  # some might never end an episode
-        return VecEnv([env], seed, self.obs.dtype)
+    for_evaluation = VecEnv.for_evaluation
 
     def close(self):
         ray.shutdown()

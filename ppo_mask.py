@@ -128,6 +128,7 @@ def check_args(args):
     check(min(args.hidden_sizes, default=0) > 0, "--hidden-sizes must be numbers above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
     check(0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1")
+    check(args.target_kl is None or args.target_kl > 0, "--target-kl must be above 0")
     batch_size = args.num_envs * args.num_steps
     minibatch_size, remainder = divmod(batch_size, args.num_minibatches)
     check(remainder == 0, "--num-envs x --num-steps must be a multiple of --num-minibatches")
@@ -323,7 +324,7 @@ class Run:
                 print(f"{name} isn't given to run.restore(), so a resume begins it anew")
         if self.args.resume and self.saved.get("machine") != self.machine:
             before = self.saved.get("machine")
-            print(f"goes on, but not to the same bits: {before} before, {self.machine} now")
+            print(f"goes on, but its bits may differ: {before} before, {self.machine} now")
 
     def iterations(self):
         """Yields the numbers of the iterations that are left, and saves the run between them.
@@ -579,8 +580,7 @@ class VecEnv:
             if statistics:
                 ended_by = "termination" if terminated else "truncation"
                 final_obs = np.array(obs, self.obs.dtype)  # a copy: the reset may write over it
-                length = statistics["l"]
-                episode = Episode(i, float(statistics["r"]), length, ended_by, final_obs)
+                episode = Episode(i, float(statistics["r"]), statistics["l"], ended_by, final_obs)
             if statistics and len(self.actions[i]) >= self.steps_per_seed:
                 obs = self.reset_with_new_seed(i)
             else:

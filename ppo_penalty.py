@@ -22,7 +22,7 @@ loss has beta times the KL between the old and the new policy, estimated from th
 played; beta is doubled or halved after an iteration that has missed --kl-target by a factor of 1.5.
 The ratio isn't clipped, the value loss is. With --adaptive-lr the learning rate follows the KL too,
 as in rl_games, https://github.com/Denys88/rl_games
-Comments number details as docs/details.md of the repository does: G1 to G11 are general, M6 is for
+Comments number details as docs/details.md of the repository does: G2 to G11 are general, M6 is for
 MuJoCo, X1 and X3 are optional.
 Diff it against ppo.py.
 
@@ -121,6 +121,7 @@ def check_args(args):
     check(min(args.hidden_sizes, default=0) > 0, "--hidden-sizes must be numbers above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
     check(0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1")
+    check(args.target_kl is None or args.target_kl > 0, "--target-kl must be above 0")
     batch_size = args.num_envs * args.num_steps
     minibatch_size, remainder = divmod(batch_size, args.num_minibatches)
     check(remainder == 0, "--num-envs x --num-steps must be a multiple of --num-minibatches")
@@ -316,7 +317,7 @@ class Run:
                 print(f"{name} isn't given to run.restore(), so a resume begins it anew")
         if self.args.resume and self.saved.get("machine") != self.machine:
             before = self.saved.get("machine")
-            print(f"goes on, but not to the same bits: {before} before, {self.machine} now")
+            print(f"goes on, but its bits may differ: {before} before, {self.machine} now")
 
     def iterations(self):
         """Yields the numbers of the iterations that are left, and saves the run between them.
@@ -528,8 +529,7 @@ class VecEnv:
             if statistics:
                 ended_by = "termination" if terminated else "truncation"
                 final_obs = np.array(obs, self.obs.dtype)  # a copy: the reset may write over it
-                length = statistics["l"]
-                episode = Episode(i, float(statistics["r"]), length, ended_by, final_obs)
+                episode = Episode(i, float(statistics["r"]), statistics["l"], ended_by, final_obs)
             if statistics and len(self.actions[i]) >= self.steps_per_seed:
                 obs = self.reset_with_new_seed(i)
             else:

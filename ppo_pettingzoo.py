@@ -23,6 +23,7 @@ for MuJoCo, X1 and X3 are optional. What many agents take, line by line, is the 
 
 - ParallelVecEnv has a row for each agent of each game, so rollout, compute_advantages, predict and
   update stay as they are. An episode is an agent's: it ends with the agent, maybe before the game.
+  --eval-episodes counts games.
 - A row begins with the number of the agent, one-hot, so that one policy can play different parts.
 - The rows of an agent that has ended, until the game does, are zeros, and no part of any loss.
 - --centralised-critic appends what all agents see to each row, for the critic alone: MAPPO, Yu et
@@ -126,6 +127,7 @@ def check_args(args):
     check(min(args.hidden_sizes, default=0) > 0, "--hidden-sizes must be numbers above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
     check(0 <= args.gae_lambda <= 1, "--gae-lambda must be from 0 to 1")
+    check(args.target_kl is None or args.target_kl > 0, "--target-kl must be above 0")
     batch_size = args.num_envs * args.num_steps
     minibatch_size, remainder = divmod(batch_size, args.num_minibatches)
     check(remainder == 0, "--num-envs x --num-steps must be a multiple of --num-minibatches")
@@ -321,7 +323,7 @@ class Run:
                 print(f"{name} isn't given to run.restore(), so a resume begins it anew")
         if self.args.resume and self.saved.get("machine") != self.machine:
             before = self.saved.get("machine")
-            print(f"goes on, but not to the same bits: {before} before, {self.machine} now")
+            print(f"goes on, but its bits may differ: {before} before, {self.machine} now")
 
     def iterations(self):
         """Yields the numbers of the iterations that are left, and saves the run between them.
@@ -463,9 +465,8 @@ def make_env(env_id, **options):
     check(agents, f"{env_id} must name its possible_agents")
     for space_of in (env.observation_space, env.action_space):
         fits = all(space_of(agent) == space_of(agents[0]) for agent in agents)
-        check(
-            fits, f"{env_id} has agents whose {space_of.__name__} differ, but they share a policy"
-        )
+        kind = space_of.__name__
+        check(fits, f"{env_id} has agents that differ in {kind}, but share a policy")
     action_space = env.action_space(agents[0])
     fits = isinstance(action_space, gym.spaces.Discrete)
     kind = f"{type(action_space)} {action_space}"

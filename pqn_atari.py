@@ -13,7 +13,7 @@
 #     "moviepy==2.2.1",
 # ]
 # ///
-"""PQN for Atari games, from pixels, which threads of ALE's play at the same time.
+"""PQN for Atari games, from pixels, played side by side by ALE's own threads.
 
 Parallelised Q-Network, Gallici et al. 2024, https://arxiv.org/abs/2407.04811: Q-learning without a
 replay buffer and without a target network. LayerNorm makes it stable, and its targets are Q(lambda)
@@ -316,7 +316,7 @@ class Run:
                 print(f"{name} isn't given to run.restore(), so a resume begins it anew")
         if self.args.resume and self.saved.get("machine") != self.machine:
             before = self.saved.get("machine")
-            print(f"goes on, but not to the same bits: {before} before, {self.machine} now")
+            print(f"goes on, but its bits may differ: {before} before, {self.machine} now")
 
     def iterations(self):
         """Yields the numbers of the iterations that are left, and saves the run between them.
