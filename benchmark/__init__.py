@@ -8,6 +8,13 @@ statistics of them. speed measures on its own. In report, only algorithms and re
 the committed pages, know speed.
 """
 
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]  # the folder with the scripts and benchmark/
+
+
+def fail(message):
+    """Ends the program for bad input."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)

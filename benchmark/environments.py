@@ -39,7 +39,7 @@ MaskedHalfCheetah = mask(HalfCheetahEnv, list(range(8)))  # height, and angles
 
 
 class SlowPendulum(PendulumEnv):
-    """It takes 5 ms a step without a core, as a simulator on another machine might."""
+    """Each step takes 5 ms and no core, as a simulator on another machine might."""
 
     def step(self, action):
         time.sleep(0.005)

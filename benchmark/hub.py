@@ -31,7 +31,7 @@ from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 from tyro.conf import Positional, subcommand
 
-from benchmark.sweep import fail
+from benchmark import fail
 from benchmark.task import read_evaluation
 
 # Of a run's folder, what another person has a use for
@@ -141,7 +141,10 @@ def upload(flags):
     films = sorted(run.glob("videos/end/*.mp4"))
     if films:
         files["replay.mp4"] = films[0]
-    card = make_card(run, flags.repo)
+    try:
+        card = make_card(run, flags.repo)
+    except Exception as error:  # torch.load raises many kinds
+        fail(f"{run} is no run of these scripts, or damaged: {type(error).__name__}")
     files["README.md"] = str(card).encode()
     for name, source in files.items():
         size = len(source) if isinstance(source, bytes) else source.stat().st_size
@@ -158,10 +161,10 @@ def upload(flags):
 
 def download(flags):
     folder = flags.dir / flags.repo.split("/")[-1]
-    begun = folder / ".cache" / "huggingface"  # there until all is
+    begun = folder / ".cache" / "huggingface"  # there until everything is fetched
     if folder.exists() and not begun.exists():
         fail(f"{folder} is there already: choose another --dir")
-    # Without the Hub snapshot_download would take what is there for all
+    # Where the Hub can't be reached, snapshot_download takes a part for the whole
     names = {file.rfilename for file in HfApi().model_info(flags.repo).siblings}
     if not {"config.json", "checkpoint.pt"} <= names:
         fail(f"{flags.repo} has no run of these scripts")

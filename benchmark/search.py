@@ -8,7 +8,7 @@ is the interquartile mean of their scores. One that loses to the best trial by W
 before all its runs are done.
 
 A score on the seeds of a search is no result. So the values of the best trials, as many as
---finalists says, are run again with --seeds other seeds, beside the defaults: DIR/finals-NUMBERS.
+--finalists says, are run again with --seeds other seeds, beside the defaults: DIR/finals.
 DIR/report has curves and tables of these runs, and Optuna's figures of the trials.
 
 Given again, the same command goes on. Several at once, on machines that share DIR, share the work.
@@ -35,14 +35,13 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from scipy.stats import trim_mean
 
+from benchmark import fail
 from benchmark.backends import BackendError
 from benchmark.report import __main__ as report
-from benchmark.suite import SuiteError, read_args, read_file, read_suite, seeds_of
-from benchmark.sweep import ENDS, POLL_S, fail
+from benchmark.suite import SuiteError, find_script, read_args, read_file, read_suite, seeds_of
+from benchmark.sweep import ENDS, POLL_S
 from benchmark.sweep import read_flags as read_sweep_flags
 from benchmark.task import WAIT_S, die_with_parent, last_line, read_evaluation, state_of
-
-COUNTED = (TrialState.RUNNING, TrialState.COMPLETE, TrialState.PRUNED)
 
 
 @dataclass
@@ -91,9 +90,11 @@ class Search:
             if not any(name in own for own in args.values()):
                 raise SuiteError(f"{path}: no script has a flag {name}")
         for env_id in {run.env_id for run in runs.values()}:
-            if not is_scale(self.scores.get(env_id)):
-                wanted = f"{env_id} = [of a bad policy, of a good one]"
-                raise SuiteError(f"{path}: [scores] must have {wanted}")
+            match self.scores.get(env_id):
+                case [int() | float() as bad, int() | float() as good] if 0 < good - bad < math.inf:
+                    continue
+            wanted = f"{env_id} = [of a bad policy, of a good one]"
+            raise SuiteError(f"{path}: [scores] must have {wanted}")
 
     def suggest(self, trial):
         """The values of a trial, from Optuna: {flag: value}. Raises SuiteError."""
@@ -117,35 +118,23 @@ class Search:
             ranged = flags.keys() - fixed.keys()
             if "init_from" in fixed:
                 fixed["init_from"] = str(self.path.parent / str(fixed["init_from"]))
-            own = {name: select(values, ranged) for name, values in variants.items()}
+            own = {
+                name: {flag: value for flag, value in values.items() if flag in ranged}
+                for name, values in variants.items()
+            }
             keys = {"flags": fixed, "variants": own, "seeds": seeds or table["seeds"]}
-            script = self.path.parent / table["script"]
-            if script.is_file():
-                keys["script"] = str(script)
+            keys["script"] = str(find_script(table["script"], self.path))
             tables.append(table | keys)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(tomli_w.dumps({"runs": tables}), encoding="utf-8")
         return read_suite(path)
 
     def score(self, run, run_dir):
-        """Of a run that has ended: 0 for a bad policy, 1 for a good one."""
+        """Of a run that has ended: 0 for a bad policy or a worse one, 1 for a good one."""
         bad, good = self.scores[run.env_id]
         returns = read_evaluation(run_dir)
         score = (np.mean(returns) - bad) / (good - bad) if returns else 0.0
-        return float(score) if math.isfinite(score) else 0.0
-
-
-def select(values, names):
-    """Those of a dict's values that have one of names."""
-    return {name: value for name, value in values.items() if name in names}
-
-
-def is_scale(scores):
-    """Whether it is [of a bad policy, of a good one]."""
-    match scores:
-        case [int() | float() as bad, int() | float() as good]:
-            return bad < good and math.isfinite(bad) and math.isfinite(good)
-    return False
+        return max(0.0, float(score)) if math.isfinite(score) else 0.0
 
 
 def suggest(trial, name, low=None, high=None, log=False, choices=None):
@@ -190,22 +179,19 @@ def open_study(search, folder):
 
 
 def take_trial(study, folder, count):
-    """A trial and its lock, which is held; None where there are count.
+    """The lock of a trial, which is held, and the trial; None where there are count.
 
-    One that a command has left which has ended comes first.
+    One left by a command that has ended comes first.
     """
     with FileLock(folder / "lock"):
         for left in study.get_trials(states=(TrialState.RUNNING,)):
             lock = FileLock(folder / "trials" / f"{left.number}.lock")
             with contextlib.suppress(Timeout):
-                lock.acquire(timeout=0)
-                return optuna.trial.Trial(study, left._trial_id), lock
-        if len(study.get_trials(states=COUNTED)) >= count:
+                return lock.acquire(timeout=0), optuna.trial.Trial(study, left._trial_id)
+        if len(study.trials) >= count:
             return None
         trial = study.ask()
-        lock = FileLock(folder / "trials" / f"{trial.number}.lock")
-        lock.acquire()
-        return trial, lock
+        return FileLock(folder / "trials" / f"{trial.number}.lock").acquire(), trial
 
 
 @contextlib.contextmanager
@@ -302,8 +288,7 @@ def write_report(study, finals, out):
     study.trials_dataframe().to_csv(out / "trials.csv", index=False)
     plots = optuna.visualization
     drawn = [plots.plot_optimization_history(study), plots.plot_slice(study)]
-    if len(study.get_trials(states=(TrialState.COMPLETE,))) > 1:
-        drawn += [plots.plot_param_importances(study), plots.plot_parallel_coordinate(study)]
+    drawn += [plots.plot_param_importances(study), plots.plot_parallel_coordinate(study)]
     options = {"full_html": False, "default_height": 500}
     pages = [x.to_html(include_plotlyjs=x is drawn[0], **options) for x in drawn]
     (out / "trials.html").write_text("".join(pages), encoding="utf-8")
@@ -335,18 +320,16 @@ def main():
     except (SuiteError, BackendError, OSError) as error:
         fail(error)
     while taken := take_trial(study, folder, flags.trials):
-        trial, lock = taken
-        try:
+        lock, trial = taken
+        with lock:
             do_trial(study, trial, search, folder / "trials" / str(trial.number), words)
-        finally:
-            lock.release()
     if study.get_trials(states=(TrialState.RUNNING,)):
         print("the last trials are in the hands of other commands, which go on")
         return
     best = best_trials(study, search, flags.finalists)
     if not best:
         fail("no trial has a value")
-    finals = folder / "-".join(["finals", *(name.removeprefix("trial-") for name in best)])
+    finals = folder / "finals"
     lock = FileLock(folder / "finals.lock")
     try:
         lock.acquire(timeout=0)

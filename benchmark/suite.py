@@ -136,8 +136,9 @@ def check_table(table, path):
         if not isinstance(value, KEYS[key]) or isinstance(value, bool):
             raise SuiteError(f"{path}: {key} = {value!r} is of the wrong type")
     seeds = seeds_of(table)
-    if not all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds):
-        raise SuiteError(f"{path}: seeds must be whole numbers from 0 to 2**32 - 1")
+    fit = all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds)
+    if not fit or len(set(seeds)) < len(seeds):
+        raise SuiteError(f"{path}: seeds must be different whole numbers from 0 to 2**32 - 1")
     if table.get("processes", 1) < 1:
         raise SuiteError(f"{path}: processes must be above 0")
     if not seeds or not table["env_ids"]:

@@ -29,7 +29,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from benchmark import ROOT, backends
+from benchmark import ROOT, backends, fail
 from benchmark.backends import BackendError
 from benchmark.suite import SuiteError, read_args, read_suite
 from benchmark.task import changed_flags, last_line, read_evaluation, state_of
@@ -37,12 +37,6 @@ from benchmark.task import changed_flags, last_line, read_evaluation, state_of
 POLL_S = 0.5  # s between two looks at the runs
 ENDS = ("finished", "failed")
 STATES = ("running", "begun", "waiting", *ENDS)
-
-
-def fail(message):
-    """Ends the program for bad input."""
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def read_flags():

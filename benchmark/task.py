@@ -21,7 +21,7 @@ from pathlib import Path
 import tyro
 from filelock import FileLock, Timeout
 
-from benchmark.suite import SuiteError, read_suite
+from benchmark.suite import SuiteError, read_suite, words_of
 
 FINISHED, FAILED, BAD_INPUT = 0, 1, 2
 HELD = 75  # EX_TEMPFAIL of sysexits.h
@@ -48,7 +48,7 @@ def read_evaluation(run_dir):
     """The returns of a run's last evaluation, a list; None of a run that isn't finished."""
     try:
         return json.loads((run_dir / "evaluation.json").read_text())["returns"]
-    except (FileNotFoundError, ValueError, LookupError, TypeError):  # none, or half written
+    except (OSError, ValueError, LookupError, TypeError):  # none, or half written
         return None
 
 
@@ -70,22 +70,18 @@ def changed_flags(run_dir, flags):
         return []
     try:
         made = json.loads((run_dir / "config.json").read_text())["args"]
-        return [x for x in flags if x not in MAY_CHANGE and made.get(x, flags[x]) != flags[x]]
+        changed = [x for x in flags if x not in MAY_CHANGE and made.get(x, flags[x]) != flags[x]]
+        # 64 in a suite is [64] in config.json: the same words
+        return [x for x in changed if words_of({x: made[x]}) != words_of({x: flags[x]})]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise SuiteError(f"{run_dir}/config.json is damaged: remove {run_dir}") from None
 
 
-def last_line(log):
-    """The last line of a log, "" where there is none."""
-    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def last_error(log):
-    """The last line that begins with "error: ", before what torchrun says about it; or the last."""
-    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
-    errors = [line for line in lines if line.startswith("error: ")]
-    return errors[-1] if errors else last_line(log)
+def last_line(log, start=""):
+    """The last line of a log, if it can be one that begins with start; "" where there is none."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    lines = [line for line in text.split("\n") if line.strip()]
+    return ([line for line in lines if line.startswith(start)] or lines or [""])[-1].strip()
 
 
 class Task:
@@ -123,8 +119,9 @@ class Task:
         if self.stopping or code == STOPPED:
             return STOPPED
         if self.run_dir.exists():
-            find = last_error if self.run.processes else last_line
-            (self.run_dir / "failed").write_text(f"{find(self.log)} (exit code {code})\n")
+            # torchrun goes on after a script's last words
+            said = last_line(self.log, "error: " if self.run.processes else "")
+            (self.run_dir / "failed").write_text(f"{said} (exit code {code})\n")
         return BAD_INPUT if code == BAD_INPUT else FAILED
 
     def attempt(self):

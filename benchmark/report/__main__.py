@@ -12,6 +12,7 @@ from pathlib import Path
 
 import tyro
 
+from benchmark import fail
 from benchmark.report import contents, page, stats
 from benchmark.report.runs import read, read_published, write_csvs
 
@@ -23,11 +24,6 @@ class Args:
     runs: tyro.conf.Positional[tuple[Path, ...]]  # folders of runs, of sweeps, or of CSVs
     out: Path | None = None  # folder of the report; without it, report/ in or beside the first RUNS
     compare: tuple[Path, ...] = ()  # runs to set beside these, as variants of their own
-
-
-def refuse(text):
-    """Ends the program for bad input."""
-    sys.exit(print(f"error: {text}", file=sys.stderr) or 2)
 
 
 def folder_of(args):
@@ -42,7 +38,7 @@ def draw(args):
     runs, episodes, troubles = read(args.runs, args.compare)
     if runs.empty:
         names = ", ".join(map(str, args.runs))
-        refuse("; ".join(troubles) or f"no run in {names}: a run's folder has a config.json")
+        fail("; ".join(troubles) or f"no run in {names}: a run's folder has a config.json")
     curves = stats.curves(runs, episodes)
     title = f"Report of {len(runs)} runs, {time.strftime('%Y-%m-%d at %H:%M')}"
     warnings = contents.make_warnings(runs, troubles)
@@ -57,13 +53,13 @@ def main():
     args = tyro.cli(Args, prog="python -m benchmark.report", description=__doc__)
     missing = [str(path) for path in (*args.runs, *args.compare) if not path.is_dir()]
     if missing:
-        refuse(f"no such folder: {', '.join(missing)}")
+        fail(f"no such folder: {', '.join(missing)}")
     if not args.runs:
-        refuse("no RUNS: name at least one folder")
+        fail("no RUNS: name at least one folder")
     try:
         warnings, paths = draw(args)
     except OSError as error:
-        refuse(f"can't draw the report: {error}")
+        fail(f"can't draw the report: {error}")
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     print(*paths, sep="\n")

@@ -12,17 +12,16 @@ diffs, or one of benchmark.speed's tables.
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import pandas as pd
 import tyro
 
+from benchmark import ROOT
 from benchmark.report import algorithms, contents, diffs, figures, page, stats, tables
 from benchmark.report.runs import read, read_published
 from benchmark.speed import chart
 from benchmark.speed import tables as speed
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmark" / "results"
 DPI = 110  # of committed figures
 REGION = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)

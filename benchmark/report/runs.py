@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from benchmark import ROOT
+
 COLUMNS = {
     "run": str,  # its folder's name, with a number where another run has it
     "env_id": str,
@@ -42,8 +44,8 @@ PACKAGES = ("python", "torch", "gymnasium", "mujoco", "ale-py", "numpy")
 # Runs that differ only in these flags are of one variant
 NO_VARIANT = (
     "env_id seed run_name exp_name total_timesteps torch_deterministic cuda compile num_threads "
-    "emulator_threads track wandb_project_name wandb_entity capture_video checkpoint_interval "
-    "eval_episodes eval_interval resume evaluate"
+    "num_workers cpus_per_worker address track wandb_project_name wandb_entity capture_video "
+    "checkpoint_interval eval_episodes eval_interval resume evaluate"
 ).split()
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
@@ -268,5 +270,5 @@ def read_published():
     ("training" or "evaluation": returns of which episodes), source and publisher (in short); mean,
     std (NaN where unknown), total_timesteps and seeds.
     """
-    path = Path(__file__).resolve().parents[1] / "published.csv"
+    path = ROOT / "benchmark" / "published.csv"
     return pd.read_csv(path, keep_default_na=False, na_values={"std": "", "seeds": ""})

@@ -17,7 +17,8 @@ from typing import Literal
 import pandas as pd
 import tyro
 
-from benchmark.speed.measure import measure, refuse
+from benchmark import fail
+from benchmark.speed.measure import measure
 from benchmark.speed.peers import PROGRAMS, TASKS, programs_of
 from benchmark.speed.tables import NOTE, tables
 
@@ -40,10 +41,10 @@ def parse_args():
     """The flags. Bad ones end the program, code 2."""
     args = tyro.cli(Args, prog="python -m benchmark.speed", description=__doc__)
     if args.rounds < 4:
-        refuse("--rounds must be 4 or more: speeds vary from run to run")
+        fail("--rounds must be 4 or more: speeds vary from run to run")
     for package in ("stable_baselines3", "sb3_contrib"):
         if find_spec(package) is None:
-            refuse(f"the peers need {package}: pip install -r requirements.txt")
+            fail(f"the peers need {package}: pip install -r requirements.txt")
     return args
 
 
@@ -66,7 +67,7 @@ def main():
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.touch()
         except OSError as error:
-            refuse(f"can't write {args.out}: {error.strerror}")
+            fail(f"can't write {args.out}: {error.strerror}")
     rows = []
     for script in dict.fromkeys(args.scripts):
         for row in measure_script(script, args):

@@ -10,15 +10,10 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from benchmark import ROOT
+from benchmark import ROOT, fail
 from benchmark.speed.peers import OURS, PROGRAMS, command_of
 
 PACKAGES = ("torch", "gymnasium", "mujoco", "numpy", "stable_baselines3", "sb3_contrib")
-
-
-def refuse(sentence):
-    print(f"error: {sentence}", file=sys.stderr)
-    sys.exit(2)
 
 
 def measure(program, script, seed, flags, folder, cache):
@@ -32,7 +27,7 @@ def measure(program, script, seed, flags, folder, cache):
         program, command_of(program, script, seed, flags, folder), folder, cache
     )
     if program in OURS and "running without compilation" in said:
-        refuse("the script couldn't be compiled: run it to see why, or add --no-compile to --flags")
+        fail("the script couldn't be compiled: run it to see why, or add --no-compile to --flags")
     if program not in OURS or not cache.exists():  # it compiles nothing
         cache_state = ""
     config = json.loads((folder / "runs" / "plainrl" / "config.json").read_text())
@@ -40,7 +35,7 @@ def measure(program, script, seed, flags, folder, cache):
     learning_starts = args.get("learning_starts", 0)
     marks = read_marks(program, said, folder, learning_starts)
     if len(marks) < 2:
-        refuse("a run needs two iterations that learn: raise --total-timesteps in --flags")
+        fail("a run needs two iterations that learn: raise --total-timesteps in --flags")
     return {
         "program": program,
         "precision": PROGRAMS[program][1],

@@ -218,6 +218,8 @@ def test_what_cannot_be_sent_or_fetched(hub, folder, tmp_path):
     assert "no finished run" in call(folder, hub, "upload", "runs", "me/cart", code=2)
     half = tmp_path / "half"
     shutil.copytree(folder / "runs" / "run", half)
+    (half / "checkpoint.pt").write_text("{}")  # a script's of another kind
+    assert "no run of these scripts" in call(folder, hub, "upload", str(half), "me/cart", code=2)
     for text in ('{"returns": []}', "{"):
         (half / "evaluation.json").write_text(text)
         said = call(folder, hub, "upload", str(half), "me/cart", code=2)

@@ -93,7 +93,7 @@ def test_a_search_ends_with_its_best_trials_beside_the_defaults(searches):
         assert trial.value == pytest.approx((1.5 + size - 0.5 - 1) / 10)
     first = {trial.params["sizes"]: trial.number for trial in reversed(trials)}
     best = sorted(first, key=lambda sizes: -json.loads(sizes)[0])[:2]
-    finals = searches.out / "-".join(["finals", *(str(first[sizes]) for sizes in best)])
+    finals = searches.out / "finals"
     expected = {"default": [1, 2]} | {f"trial-{first[sizes]}": json.loads(sizes) for sizes in best}
     names = {f"Good-v0__fake__{name}__{seed}": name for name in expected for seed in (3, 4, 5)}
     assert {path.name for path in (finals / "runs").iterdir()} == set(names)
@@ -112,7 +112,7 @@ def test_a_search_ends_with_its_best_trials_beside_the_defaults(searches):
     study.add_trial(optuna.create_trial(**WINNER))
     searches.run("--trials", "7", "--seeds", "1", "--finalists", "1")
     assert len(searches.trials()) == 7
-    assert (searches.out / "finals-5" / "runs" / "Good-v0__fake__trial-5__3").is_dir()
+    assert (searches.out / "finals" / "runs" / "Good-v0__fake__trial-5__3").is_dir()
     assert all(steps == list("123456") for steps in searches.steps().values())
 
 
@@ -171,15 +171,15 @@ def test_two_commands_share_the_trials(searches):
 def test_a_trial_is_taken_by_one_command_alone(searches):
     """And by another one when that has ended."""
     study = search.open_study(search.Search(searches.write(["Good-v0"])), searches.out)
-    first, lock = search.take_trial(study, searches.out, 2)
-    second, other = search.take_trial(study, searches.out, 2)
+    lock, first = search.take_trial(study, searches.out, 2)
+    other, second = search.take_trial(study, searches.out, 2)
     assert (first.number, second.number) == (0, 1)
     assert search.take_trial(study, searches.out, 2) is None
-    lock.release()
-    again, lock = search.take_trial(study, searches.out, 2)
+    lock.lock.release()
+    lock, again = search.take_trial(study, searches.out, 2)
     assert again.number == 0
-    lock.release()
-    other.release()
+    lock.lock.release()
+    other.lock.release()
 
 
 def test_new_trials_are_near_the_good_ones(searches):
@@ -251,7 +251,7 @@ def test_only_one_command_does_the_finals(searches):
     with FileLock(searches.out / "finals.lock"):
         said = searches.run("--trials", "1", "--seeds", "1")
     assert "the finals are in the hands of another command" in said
-    assert not (searches.out / "finals-0").exists()
+    assert not (searches.out / "finals").exists()
 
 
 def test_a_trial_whose_runs_are_lost_is_not_told(searches):
@@ -273,9 +273,10 @@ def test_a_trial_whose_runs_are_lost_is_not_told(searches):
     assert trial.value == pytest.approx((size - 0.5) / 10) and trial.state.name == "COMPLETE"
 
 
-def test_a_return_that_is_no_number_scores_0(searches, tmp_path):
+def test_a_return_that_is_no_number_or_worse_than_bad_scores_0(searches, tmp_path):
     found = search.Search(searches.write(["Good-v0"]))
-    for returns, score in (([6.0, 8.0], 0.6), ([6.0, float("nan")], 0.0), ([float("inf")], 0.0)):
+    infinite = float("inf")
+    for returns, score in (([6.0, 8.0], 0.6), ([6.0, float("nan")], 0), ([infinite], 0), ([-1], 0)):
         (tmp_path / "evaluation.json").write_text(json.dumps({"returns": returns}))
         assert found.score(SimpleNamespace(env_id="Good-v0"), tmp_path) == pytest.approx(score)
 
@@ -346,7 +347,8 @@ def test_another_file_needs_another_folder(searches):
         (("sizes = {", "size = {"), "no script has a flag size"),
         (("fast =", "slow ="), "a suite can't set slow for fake.py"),
         (("[runs.flags]", "[runs.variants]\na = {}\n[runs.flags]"), "a search has no variants"),
-        (("seeds = 2", "seeds = [4294967295]"), "seeds must be whole numbers from 0 to"),
+        (("seeds = 2", "seeds = [4294967295]"), "seeds must be different whole numbers from 0 to"),
+        (("seeds = 2", "seeds = [1, 1]"), "seeds must be different whole numbers from 0 to"),
         (("choices = [[2, 1], [7, 1], [4, 1]]", "choices = []"), "the range of sizes is wrong: "),
         (("choices", "chocies"), "the range of sizes is wrong: "),
         (("{ choices = [[2, 1], [7, 1], [4, 1]] }", "{ low = 3 }"), "the range of sizes is wrong"),

@@ -236,6 +236,7 @@ def test_progress_is_read_from_the_last_whole_rows(tmp_path):
         (["--retries", "-1"], "--retries"),
         (["--gpus-per-run", "nan"], "--gpus-per-run"),
         (["--dir", "/proc/x"], "can't be the folder of a sweep"),
+        (["--dir", "/dev/null"], "can't be the folder of a sweep"),
         (["--backend", "cloud"], "--backend must be one of local, docker, slurm, ray"),
     ],
 )

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from benchmark.task import state_of
+from benchmark.task import changed_flags, state_of
 
 GOOD = "Good-v0__fake__1"
 GATE = "Gate-v0__fake__1"
@@ -60,6 +60,15 @@ def test_a_run_that_fails_for_good_says_why(lab, retries):
     assert lab.starts(name) == 1 + retries and state(lab, name) == "failed"
     assert lab.text(name, "failed") == "RuntimeError: [broken] at 0 (exit code 1)\n"
     assert lab.log(name).count("Traceback") == 1 + retries
+
+
+def test_a_flag_that_the_script_reads_as_it_was_has_not_changed(tmp_path):
+    (tmp_path / "checkpoint.pt").touch()
+    made = {"hidden_sizes": [64], "gamma": 0.9, "learning_rate": 1.0, "target_kl": None}
+    (tmp_path / "config.json").write_text(json.dumps({"args": made}))
+    flags = {"hidden_sizes": 64, "gamma": "0.9", "learning_rate": 1, "target_kl": "None"}
+    assert changed_flags(tmp_path, flags) == []
+    assert changed_flags(tmp_path, flags | {"hidden_sizes": [64, 64]}) == ["hidden_sizes"]
 
 
 def test_bad_input_is_not_tried_again(lab):

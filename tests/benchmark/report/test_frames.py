@@ -1,16 +1,17 @@
 """The frames of runs and episodes: from folders, whole and damaged, and from CSVs."""
 
 import hashlib
-from pathlib import Path
+import re
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from benchmark import ROOT
 from benchmark.report import stats
-from benchmark.report.runs import COLUMNS, read, read_published, write_csvs
+from benchmark.report.runs import COLUMNS, NO_VARIANT, read, read_published, write_csvs
 
-RESULTS = Path(__file__).resolve().parents[3] / "benchmark" / "results"
+RESULTS = ROOT / "benchmark" / "results"
 
 
 def edit(path, old, new):
@@ -203,6 +204,14 @@ def test_flags_of_a_variant_are_those_that_differ_and_matter(tmp_path, make_run)
     flags = {"norm_adv": False, "hidden_sizes": [8, 16], "baseline": "a b", "num_threads": 3}
     row = only([make_run(tmp_path / "a", new=True, **flags)])
     assert row["flags"] == "--no-norm-adv --baseline 'a b' --hidden-sizes 8 16 --new"
+
+
+def test_flags_that_a_resume_may_change_make_no_variant():
+    """Those of all scripts. No other names are there than flags."""
+    text = "".join(path.read_text() for path in ROOT.glob("*.py"))
+    free = re.findall(r'"(\w+)"', "".join(re.findall(r"^FREE .*", text, re.MULTILINE)))
+    assert "address" in free and set(free) <= set(NO_VARIANT)
+    assert all(f"\n    {name}: " in text for name in NO_VARIANT)
 
 
 def test_runs_of_another_length_are_another_variant(tmp_path, make_run):
