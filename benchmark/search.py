@@ -38,7 +38,7 @@ from scipy.stats import trim_mean
 from benchmark import fail
 from benchmark.backends import BackendError
 from benchmark.report import __main__ as report
-from benchmark.suite import SuiteError, find_script, read_args, read_file, read_suite, seeds_of
+from benchmark.suite import SuiteError, read_args, read_file, read_suite, seeds_of
 from benchmark.sweep import ENDS, POLL_S
 from benchmark.sweep import read_flags as read_sweep_flags
 from benchmark.task import WAIT_S, die_with_parent, last_line, read_evaluation, state_of
@@ -123,7 +123,9 @@ class Search:
                 for name, values in variants.items()
             }
             keys = {"flags": fixed, "variants": own, "seeds": seeds or table["seeds"]}
-            keys["script"] = str(find_script(table["script"], self.path))
+            script = self.path.parent / table["script"]
+            if script.is_file():  # one of this repository is elsewhere on another machine
+                keys["script"] = str(script)
             tables.append(table | keys)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(tomli_w.dumps({"runs": tables}), encoding="utf-8")

@@ -168,6 +168,17 @@ def test_two_commands_share_the_trials(searches):
     assert min(sum(line.startswith("trial ") for line in x.split("\n")) for _, x in said) > 0
 
 
+def test_a_script_of_this_repository_keeps_its_name(tmp_path):
+    """It is elsewhere on another machine, and in a container."""
+    path = tmp_path / "my_search.toml"
+    path.write_text(
+        '[[runs]]\nscript = "vpg"\nenv_ids = ["CartPole-v1"]\nseeds = 1\n'
+        "[runs.flags]\ngamma = { low = 0.9, high = 0.99 }\n[scores]\nCartPole-v1 = [0, 500]\n"
+    )
+    search.Search(path).write_suite(tmp_path / "suite.toml", {"": {"gamma": 0.9}})
+    assert 'script = "vpg"\n' in (tmp_path / "suite.toml").read_text()
+
+
 def test_a_trial_is_taken_by_one_command_alone(searches):
     """And by another one when that has ended."""
     study = search.open_study(search.Search(searches.write(["Good-v0"])), searches.out)
