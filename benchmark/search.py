@@ -2,7 +2,7 @@
 
     python -m benchmark.search SEARCH [--trials N] [--dir DIR] [FLAGS OF benchmark.sweep]
 
-SEARCH is a suite's file in which flags have ranges, with a table of what scores are worth
+SEARCH is a suite's file with two more tables: flags' ranges, and what scores are worth
 (docs/search.md). A trial is a set of values; its runs are a sweep, DIR/trials/NUMBER, and its value
 is the interquartile mean of their scores. One that loses to the best trial by Wilcoxon's test ends
 before all its runs are done.
@@ -61,34 +61,30 @@ class Flags:
 class Search:
     """What a search's file says.
 
-    tables: its tables [[runs]]; ranges: {flag: table of its range}; scores: {env_id: [of a bad
+    tables: its tables [[runs]]; ranges: {flag: its range, a table}; scores: {env_id: [of a bad
     policy, of a good one]}; first_seed: that no trial has.
     """
 
     def __init__(self, path):
         """Raises SuiteError."""
         self.path = path.absolute()
-        content = read_file(path, ["scores"])
+        content = read_file(path, ["ranges", "scores"])
         self.tables = content["runs"]
+        self.ranges = content["ranges"]
         self.scores = content["scores"]
         self.first_seed = 1 + max(seed for table in self.tables for seed in seeds_of(table))
-        self.ranges = {}
-        for table in self.tables:
-            if "variants" in table:
-                raise SuiteError(f"{path}: a search has no variants")
-            for name, value in table.get("flags", {}).items():
-                if isinstance(value, dict) and self.ranges.setdefault(name, value) != value:
-                    raise SuiteError(f"{path} has two ranges of {name}")
+        if any("variants" in table for table in self.tables):
+            raise SuiteError(f"{path}: a search has no variants")
         if not self.ranges:
-            raise SuiteError(f"{path} has no flag with a range")
+            raise SuiteError(f"{path} has no ranges")
         self.suggest(optuna.create_study().ask())
         with tempfile.TemporaryDirectory() as folder:
             suite = Path(folder, "suite.toml")
             runs = self.write_suite(suite, {"default": {}}, [self.first_seed])
             args = read_args(runs)
         for name in self.ranges:
-            if not any(name in own for own in args.values()):
-                raise SuiteError(f"{path}: no script has a flag {name}")
+            if not all(name in own for own in args.values()):
+                raise SuiteError(f"{path}: a script has no flag {name}")
         for env_id in {run.env_id for run in runs.values()}:
             match self.scores.get(env_id):
                 case [int() | float() as bad, int() | float() as good] if 0 < good - bad < math.inf:
@@ -113,16 +109,10 @@ class Search:
         """
         tables = []
         for table in self.tables:
-            flags = table.get("flags", {})
-            fixed = {name: x for name, x in flags.items() if not isinstance(x, dict)}
-            ranged = flags.keys() - fixed.keys()
-            if "init_from" in fixed:
-                fixed["init_from"] = str(self.path.parent / str(fixed["init_from"]))
-            own = {
-                name: {flag: value for flag, value in values.items() if flag in ranged}
-                for name, values in variants.items()
-            }
-            keys = {"flags": fixed, "variants": own, "seeds": seeds or table["seeds"]}
+            flags = dict(table.get("flags", {}))
+            if "init_from" in flags:
+                flags["init_from"] = str(self.path.parent / str(flags["init_from"]))
+            keys = {"flags": flags, "variants": variants, "seeds": seeds or table["seeds"]}
             script = self.path.parent / table["script"]
             if script.is_file():  # one of this repository is elsewhere on another machine
                 keys["script"] = str(script)

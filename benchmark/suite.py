@@ -102,7 +102,7 @@ def read_file(path, others=()):
     are_tables = isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
     are_tables = are_tables and all(isinstance(content.get(name), dict) for name in others)
     if content.keys() != {"runs", *others} or not are_tables:
-        names = " and ".join(["[[runs]]", *(f"[{name}]" for name in others)])
+        names = ", ".join(["[[runs]]", *(f"[{name}]" for name in others)])
         raise SuiteError(f"{path} must have tables {names} and nothing else")
     for table in tables:
         check_table(table, path)

@@ -9,8 +9,7 @@ from itertools import combinations
 
 import numpy as np
 import pandas as pd
-from rliable import library, metrics
-from scipy.stats import trim_mean
+from rliable import library
 
 RESAMPLES = 2000
 POINTS = 101  # of a curve
@@ -33,8 +32,17 @@ def estimate(samples, statistic):
     return tuple(np.squeeze(x)[()] for x in (values[""], low, high))
 
 
+def middle_mean(x):
+    """The interquartile mean along the first axis, as in rliable and scipy.stats.trim_mean.
+
+    With their checks of what they are given, 2,000 resamples take five times as long.
+    """
+    cut = len(x) // 4
+    return np.sort(x, axis=0)[cut : len(x) - cut].mean(axis=0)
+
+
 def pooled_iqm(*scores):
-    return metrics.aggregate_iqm(np.concatenate(scores))
+    return middle_mean(np.concatenate(scores))
 
 
 def iqm(scores):
@@ -53,9 +61,9 @@ def improvement(scores, others):
     n = len(scores)
 
     def probability(*x):
-        columns = [own[:, None] for own in x]
-        both = zip(columns[:n], columns[n:], strict=True)
-        return np.mean([metrics.probability_of_improvement(*two) for two in both])
+        columns = [own[:, None] for own in x[:n]]
+        both = zip(columns, x[n:], strict=True)
+        return np.mean([np.mean((own > other) + (own == other) / 2) for own, other in both])
 
     return estimate([*scores, *others], probability)
 
@@ -123,7 +131,7 @@ def centers(runs, curves):
         if table.empty:
             continue
         values = table["return"].to_numpy().T
-        value, low, high = estimate([values], lambda x: trim_mean(x, 0.25, axis=0))
+        value, low, high = estimate([values], middle_mean)
         part = {"env_id": env_id, "variant": variant, "global_step": table.index}
         part["wall_seconds"] = table["wall_seconds"].median(axis=1, skipna=False).to_numpy()
         parts.append(pd.DataFrame(part | {"value": value, "low": low, "high": high}))

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import ModelCard
 
 from benchmark import ROOT
-from benchmark.hub import make_card
+from benchmark.hub import main, make_card
 
 COMMIT = 40 * "a"
 FLAGS = "--total-timesteps 512 --no-compile --seed 7 --run-name run --eval-episodes 3"
@@ -214,21 +214,32 @@ def test_without_yes_nothing_is_sent(hub, folder):
     assert hub.requests == [] and "checkpoint.pt" in said and "mean_reward" in said
 
 
-def test_what_cannot_be_sent_or_fetched(hub, folder, tmp_path):
-    assert "no finished run" in call(folder, hub, "upload", "runs", "me/cart", code=2)
+def test_what_is_no_run_is_not_sent(folder, tmp_path, monkeypatch, capsys):
+    """Nor under a name that no repository can have. In this process: the Hub isn't asked."""
+    monkeypatch.chdir(folder)
     half = tmp_path / "half"
     shutil.copytree(folder / "runs" / "run", half)
+
+    def upload(run, repo="me/cart"):
+        monkeypatch.setattr(sys, "argv", ["hub", "upload", str(run), repo])
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        return capsys.readouterr().err
+
+    assert "no finished run" in upload("runs")
+    assert "error: Repo id must" in upload("runs/run", "me//x")
+    assert "cart must be USER/REPO" in upload("runs/run", "cart")
     (half / "checkpoint.pt").write_text("{}")  # a script's of another kind
-    assert "no run of these scripts" in call(folder, hub, "upload", str(half), "me/cart", code=2)
+    assert "no run of these scripts" in upload(half)
     for text in ('{"returns": []}', "{"):
         (half / "evaluation.json").write_text(text)
-        said = call(folder, hub, "upload", str(half), "me/cart", code=2)
-        assert "no finished run: its evaluation.json has no returns" in said
+        assert "no finished run: its evaluation.json has no returns" in upload(half)
     (half / "evaluation.json").unlink()
-    assert "it has no evaluation.json" in call(folder, hub, "upload", str(half), "me/x", code=2)
+    assert "it has no evaluation.json" in upload(half)
+
+
+def test_what_the_hub_refuses_or_does_not_have(hub, folder, tmp_path):
     assert "has no run of these scripts" in call(tmp_path, hub, "download", "me/cart", code=2)
-    assert "error: Repo id must" in call(folder, hub, "upload", "runs/run", "me//x", code=2)
-    assert "cart must be USER/REPO" in call(folder, hub, "upload", "runs/run", "cart", code=2)
     assert "error: " in call(folder, None, "upload", "runs/run", "me/cart", "--yes", code=1)
     hub.refuse = True
     said = call(tmp_path, hub, "download", "me/cart", code=1)

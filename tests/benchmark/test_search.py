@@ -18,11 +18,13 @@ from filelock import FileLock
 from benchmark import ROOT, search
 from benchmark.suite import SuiteError
 
-FLAGS = """
+RANGE = "choices = [[2, 1], [7, 1], [4, 1]]"
+FLAGS = f"""
 [runs.flags]
 total_timesteps = 6
 fast = false
-sizes = { choices = [[2, 1], [7, 1], [4, 1]] }
+[ranges]
+sizes = {{ {RANGE} }}
 """
 SCORES = """
 [scores]
@@ -173,7 +175,7 @@ def test_a_script_of_this_repository_keeps_its_name(tmp_path):
     path = tmp_path / "my_search.toml"
     path.write_text(
         '[[runs]]\nscript = "vpg"\nenv_ids = ["CartPole-v1"]\nseeds = 1\n'
-        "[runs.flags]\ngamma = { low = 0.9, high = 0.99 }\n[scores]\nCartPole-v1 = [0, 500]\n"
+        "[ranges]\ngamma = { low = 0.9, high = 0.99 }\n[scores]\nCartPole-v1 = [0, 500]\n"
     )
     search.Search(path).write_suite(tmp_path / "suite.toml", {"": {"gamma": 0.9}})
     assert 'script = "vpg"\n' in (tmp_path / "suite.toml").read_text()
@@ -248,8 +250,7 @@ def test_a_trial_all_of_whose_runs_fail_has_0(searches):
 
 
 def test_values_that_the_script_refuses_do_not_come_into_the_finals(searches):
-    flags = FLAGS.replace("= 6", "= { choices = [0] }")
-    searches.write(["Good-v0"], flags=flags)
+    searches.write(["Good-v0"], flags=f"{FLAGS}total_timesteps = {{ choices = [0] }}\n")
     said = searches.run("--trials", "1", "--seeds", "1", code=2)
     assert "trial 0 can't be run: " in said and "error: no trial has a value" in said
     assert "error: --total-timesteps must be above 0" in said
@@ -348,31 +349,32 @@ def test_another_file_needs_another_folder(searches):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (("sizes = {", "sizes = [1, 2] # {"), "has no flag with a range"),
+        (("sizes = {", "# {"), "has no ranges"),
         (("Good-v0 = [1, 11]", ""), "[scores] must have Good-v0 = "),
         (("Good-v0 = [1, 11]", "Good-v0 = [1, 1]"), "[scores] must have Good-v0 = "),
         (("Good-v0 = [1, 11]", "Good-v0 = [11, 1]"), "[scores] must have Good-v0 = "),
         (("Good-v0 = [1, 11]", "Good-v0 = 5"), "[scores] must have Good-v0 = "),
         (("Good-v0 = [1, 11]", "Good-v0 = [1, nan]"), "[scores] must have Good-v0 = "),
         (("Good-v0 = [1, 11]", "Good-v0 = [1, 2, 3]"), "[scores] must have Good-v0 = "),
-        (("sizes = {", "size = {"), "no script has a flag size"),
+        (("sizes = {", "sizes = 5 # {"), "the range of sizes is wrong: "),
+        (("sizes = {", "size = {"), "a script has no flag size"),
         (("fast =", "slow ="), "a suite can't set slow for fake.py"),
         (("[runs.flags]", "[runs.variants]\na = {}\n[runs.flags]"), "a search has no variants"),
         (("seeds = 2", "seeds = [4294967295]"), "seeds must be different whole numbers from 0 to"),
         (("seeds = 2", "seeds = [1, 1]"), "seeds must be different whole numbers from 0 to"),
-        (("choices = [[2, 1], [7, 1], [4, 1]]", "choices = []"), "the range of sizes is wrong: "),
+        ((RANGE, "choices = []"), "the range of sizes is wrong: "),
         (("choices", "chocies"), "the range of sizes is wrong: "),
-        (("{ choices = [[2, 1], [7, 1], [4, 1]] }", "{ low = 3 }"), "the range of sizes is wrong"),
-        (("= 6", "= { low = 3, high = 2 }"), "the range of total_timesteps is wrong: "),
-        (("= 6", "= { low = 0, high = 2, log = true }"), "the range of total_timesteps is wrong"),
-        (("= 6", "= { low = 0.5, high = 1, log = '1 - x' }"), "the range of total_timesteps is"),
-        (("= 6", "= { low = 0.5, high = 0.9, log = '1-x' }"), 'or "1 - x", not'),
-        (("= 6", "= { low = nan, high = 1 }"), "the range of total_timesteps is"),
+        ((RANGE, "low = 3"), "the range of sizes is wrong"),
+        ((RANGE, "low = 3, high = 2"), "the range of sizes is wrong"),
+        ((RANGE, "low = 0, high = 2, log = true"), "the range of sizes is wrong"),
+        ((RANGE, "low = 0.5, high = 1, log = '1 - x'"), "the range of sizes is wrong"),
+        ((RANGE, "low = 0.5, high = 0.9, log = '1-x'"), 'or "1 - x", not'),
+        ((RANGE, "low = nan, high = 1"), "the range of sizes is wrong"),
         (("= 6", "= -5"), "error: --total-timesteps must be above 0"),
         (("fake.py", "none.py"), "there is no script none.py"),
         (("[[runs]]", "[[runs]"), "can't read "),
-        (("[[runs]]", "[runs]"), "must have tables [[runs]] and [scores] and nothing else"),
-        (("[scores]", "[points]"), "must have tables [[runs]] and [scores] and nothing else"),
+        (("[[runs]]", "[runs]"), "must have tables [[runs]], [ranges], [scores] and"),
+        (("[scores]", "[points]"), "must have tables [[runs]], [ranges], [scores] and"),
     ],
 )
 def test_wrong_files_are_refused_with_one_sentence(searches, change, words):
@@ -386,31 +388,31 @@ def test_wrong_files_are_refused_with_one_sentence(searches, change, words):
     assert "my_search.toml" in str(error.value) or "[scores]" not in words
 
 
-def test_tables_have_their_own_ranges(searches):
-    """Those that have a range share its value; fixed values stay, also in the finals' suite."""
+def test_all_tables_have_the_values_of_a_trial(searches):
+    """In place of fixed ones, which the finals' default has."""
     text = searches.write(["Good-v0"]).read_text()
-    table = text.split("[scores]")[0]
-    fixed = table.replace("Good", "Gate").replace("{ choices = [[2, 1], [7, 1], [4, 1]] }", "[9]")
-    without = "[[runs]]\nscript = 'fake.py'\nenv_ids = ['Never-v0']\nseeds = 1\n"
-    searches.path.write_text(f"{table}{fixed}{without}{SCORES}")
+    fixed = "[[runs]]\nscript = 'fake.py'\nenv_ids = ['Gate-v0']\nseeds = 1\nflags.sizes = [9]\n"
+    searches.path.write_text(fixed + text)
     found = search.Search(searches.path)
     path = searches.out / "suite.toml"
     runs = found.write_suite(path, {"": {"sizes": [5, 5]}})
-    sizes = [run.flags.get("sizes") for run in runs.values()]
-    assert sizes == [[5, 5], [5, 5], [9], [9], None]
+    assert [run.flags["sizes"] for run in runs.values()] == 3 * [[5, 5]]
     runs = found.write_suite(path, {"default": {}, "trial-4": {"sizes": [5, 5]}}, [7])
     sizes = {name: run.flags.get("sizes") for name, run in runs.items()}
     assert sizes == {
+        "Gate-v0__fake__default__7": [9],
+        "Gate-v0__fake__trial-4__7": [5, 5],
         "Good-v0__fake__default__7": None,
         "Good-v0__fake__trial-4__7": [5, 5],
-        "Gate-v0__fake__default__7": [9],
-        "Gate-v0__fake__trial-4__7": [9],
-        "Never-v0__fake__default__7": None,
-        "Never-v0__fake__trial-4__7": None,
     }
-    other = table.replace("Good", "Gate").replace("[2, 1]", "[3, 1]")
-    searches.path.write_text(f"{table}{other}{SCORES}")
-    with pytest.raises(SuiteError, match="two ranges of sizes"):
+
+
+def test_a_range_is_of_a_flag_that_all_scripts_have(searches):
+    text = searches.write(["Good-v0"]).read_text()
+    searches.path.write_text(
+        "[[runs]]\nscript = 'vpg'\nenv_ids = ['CartPole-v1']\nseeds = 1\n" + text
+    )
+    with pytest.raises(SuiteError, match="a script has no flag sizes"):
         search.Search(searches.path)
 
 
@@ -443,7 +445,7 @@ def test_a_trial_has_what_the_file_has(searches):
     flags = FLAGS.replace("fast = false", "fast = false\ninit_from = 'old 😀'\nrate = inf")
     path = searches.write(["Good-v0"], flags=flags.replace("rate", "num_threads"))
     found = search.Search.__new__(search.Search)  # whose flags no script need have
-    found.path, found.tables = path, search.read_file(path, ["scores"])["runs"]
+    found.path, found.tables = path, search.read_file(path, ["ranges", "scores"])["runs"]
     runs = found.write_suite(searches.out / "trials" / "0" / "suite.toml", {"": {}})
     assert {run.script for run in runs.values()} == {searches.lab.script}
     expected = {"total_timesteps": 6, "fast": False, "num_threads": float("inf")}
