@@ -165,9 +165,13 @@ def open_study(search, folder):
             storage=storage,
             direction="maximize",
             load_if_exists=True,
-            sampler=optuna.samplers.TPESampler(multivariate=True),
             pruner=optuna.pruners.WilcoxonPruner(),
         )
+
+
+def make_sampler(number):
+    """That of a trial. From the same scores before it, it draws the same values."""
+    return optuna.samplers.TPESampler(multivariate=True, seed=number)
 
 
 def take_trial(study, folder, count):
@@ -179,9 +183,11 @@ def take_trial(study, folder, count):
         for left in study.get_trials(states=(TrialState.RUNNING,)):
             lock = FileLock(folder / "trials" / f"{left.number}.lock")
             with contextlib.suppress(Timeout):
+                study.sampler = make_sampler(left.number)
                 return lock.acquire(timeout=0), optuna.trial.Trial(study, left._trial_id)
         if len(study.trials) >= count:
             return None
+        study.sampler = make_sampler(len(study.trials))
         trial = study.ask()
         return FileLock(folder / "trials" / f"{trial.number}.lock").acquire(), trial
 

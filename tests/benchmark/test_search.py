@@ -195,10 +195,30 @@ def test_a_trial_is_taken_by_one_command_alone(searches):
     other.lock.release()
 
 
+def test_a_search_made_again_tries_the_same_values(searches):
+    """Also where a command was killed before it had drawn a trial's."""
+    flags = FLAGS.replace(RANGE, "low = 0.0, high = 1.0")
+    file = search.Search(searches.write(["Good-v0"], flags=flags))
+    found = {"a": [], "b": []}
+    for name, values in found.items():
+        study = search.open_study(file, searches.out / name)
+        for number in range(14):  # the first ten are uniform draws
+            lock, trial = search.take_trial(study, searches.out / name, 14)
+            if name == "b":
+                lock.lock.release()
+                study = search.open_study(file, searches.out / name)
+                lock, trial = search.take_trial(study, searches.out / name, 14)
+            assert trial.number == number
+            values.append(file.suggest(trial)["sizes"])
+            study.tell(trial, -((values[-1] - 0.3) ** 2))
+            lock.lock.release()
+    assert found["a"] == found["b"] and len(set(found["a"])) == 14
+
+
 def test_new_trials_are_near_the_good_ones(searches):
     """By TPE: values of a uniform draw would be 0.34 away on average."""
     study = search.open_study(search.Search(searches.write(["Good-v0"])), searches.out)
-    study.sampler._rng.rng.seed(1)
+    study.sampler = search.make_sampler(1)
     ranges = {"x": optuna.distributions.FloatDistribution(0, 1)}
     for x in np.linspace(0, 1, 41):
         study.add_trial(
