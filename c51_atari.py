@@ -18,12 +18,12 @@
 
 Categorical DQN, Bellemare et al. 2017, https://arxiv.org/abs/1707.06887, with the flags and
 defaults of CleanRL's c51_atari.py. From the paper are the 51 atoms from -10 to 10, and Adam with
-2.5e-4 and an epsilon of 0.01 / 32, the size of a minibatch; the rest is as in DQN, but for a new
-target network every 10,000 steps.
+2.5e-4 and an epsilon of 0.01 divided by the size of a minibatch, 32; the rest is as in DQN, but for
+a new target network every 10,000 steps.
 --double is van Hasselt et al. 2015, https://arxiv.org/abs/1509.06461, --dueling Wang et al. 2015,
 https://arxiv.org/abs/1511.06581, --n-step Sutton's n-step return. A time limit is not a
-termination. The games are those of ppo_atari.py, with openai/baselines' wrappers; A1 to A8 are the
-numbers of docs/details.md of the repository. Diff it against dqn_atari.py.
+termination. The games are those of ppo_atari.py, with openai/baselines' wrappers; G10 and A1 to A8
+are the numbers of docs/details.md of the repository. Diff it against dqn_atari.py.
 
     python c51_atari.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 10000000
 """
@@ -94,17 +94,17 @@ class Args:
     gamma: float = 0.99  # discount factor
     buffer_size: int = 1000000  # transitions in the replay buffer
     batch_size: int = 32  # transitions in a minibatch
-    tau: float = 1.0  # fraction by which the target network moves to the Q-network
-    target_network_frequency: int = 10000  # steps between these moves
+    tau: float = 1.0  # target smoothing coefficient (1: a copy of the Q-network)
+    target_network_frequency: int = 10000  # steps between updates of the target network
     learning_starts: int = 80000  # steps before the first update
     train_frequency: int = 4  # steps between updates
-    start_e: float = 1.0  # probability of a random action in the beginning
-    end_e: float = 0.01  # probability of a random action in the end
-    exploration_fraction: float = 0.1  # part of the run in which it falls, linearly (0: at once)
+    start_e: float = 1.0  # epsilon at the start: the probability of a random action
+    end_e: float = 0.01  # epsilon at the end of its fall
+    exploration_fraction: float = 0.1  # epsilon falls linearly in this part of the run (0: at once)
     n_atoms: int = 51  # atoms of the distribution of the returns
-    v_min: float = -10.0  # the lowest of them
-    v_max: float = 10.0  # the highest
-    n_step: int = 1  # steps of rewards in a target
+    v_min: float = -10.0  # the lowest atom: the smallest return that can be represented
+    v_max: float = 10.0  # the highest atom: the largest return that can be represented
+    n_step: int = 1  # n of the n-step returns in targets
     double: bool = False  # the Q-network chooses the target's action
     dueling: bool = False  # the network gives a state's value and the actions' advantages
     amp: bool = False  # compute the network in bfloat16: faster, less exact
@@ -177,17 +177,19 @@ def read_flags():
     if args.resume:
         script = saved.get("script")
         check(script == SCRIPT, f"the run was made by {script}: resume it with that script")
-        check_changes(asdict(old_args), asdict(args))
+        check_changes(asdict(old_args), asdict(args), saved["run"]["global_step"])
     return args, saved
 
 
-def check_changes(old, new):
-    """Ends the program if flags of a resumed run, dicts, can't be as they are now."""
+def check_changes(old, new, steps):
+    """Ends the program if flags, dicts, of a run that has made steps can't be as they are now."""
     changed = {name for name in new if new[name] != old[name]}
     if "total_timesteps" in changed:
         schedules = [name for name in SCHEDULES if old[name]]
         advice = "start a new run with --init-from"
         check(not schedules, f"--total-timesteps can't change with {schedules}: {advice}")
+        message = f"the run has made {steps} steps: --total-timesteps can't be below"
+        check(steps <= new["total_timesteps"], message)
     fixed = {name: old[name] for name in changed.difference(FREE)}
     check(not fixed, f"the run was made with {fixed}: leave these flags out")
 
@@ -1048,6 +1050,8 @@ if __name__ == "__main__":
     video_dir = run.folder / "videos" if args.capture_video else None
     if args.evaluate or args.init_from:
         run.load(agent=agent)
+        same = all(saved["args"][name] == getattr(args, name) for name in ("v_min", "v_max"))
+        check(same, "the networks were trained with another --v-min or --v-max: give the same")
     if args.evaluate:
         run.finish(evaluate(agent, envs, args, video_dir))
         sys.exit()

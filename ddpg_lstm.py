@@ -23,7 +23,8 @@ the replay buffer. Their first steps, up to --burn-in, fill the memory and have 
 R2D2, Kapturowski et al. 2019. docs/ddpg_lstm.md says how both papers differ. Sizes and lengths are
 this script's own; learning rates, gamma, tau and noise are those of ddpg_continuous_action.py.
 --no-memory is the control: the same networks, with every step as the first one. The update is not
-compiled: sequences differ in length from minibatch to minibatch.
+compiled: sequences differ in length from minibatch to minibatch. Comments number details as
+docs/details.md does.
 Diff it against ddpg_continuous_action.py.
 
     python ddpg_lstm.py --env-id benchmark.environments:MaskedPendulum-v1
@@ -84,21 +85,21 @@ class Args:
     env_id: str = "Pendulum-v1"  # id of the Gymnasium environment
     total_timesteps: int = 100000  # steps of the run, all environments together
     learning_rate: float = 3e-4  # learning rate of Adam
-    actor_learning_rate: float | None = None  # of the actor (None: --learning-rate)
-    critic_learning_rate: float | None = None  # of the critic (None: --learning-rate)
+    actor_learning_rate: float | None = None  # learning rate of the actor (None: --learning-rate)
+    critic_learning_rate: float | None = None  # learning rate of the critic (None: --learning-rate)
     num_envs: int = 1  # number of environments
     gamma: float = 0.99  # discount factor
     hidden_sizes: tuple[int, ...] = (64,)  # units of the hidden layers before the recurrent core
     buffer_size: int = 1000000  # transitions in the replay buffer
     batch_size: int = 32  # sequences in a minibatch
-    sequence_length: int = 20  # steps of a sequence that are learned from
-    burn_in: int = 20  # steps before them, at most, that fill the memory
-    tau: float = 0.005  # part of the way that an update moves the targets to the trained networks
+    sequence_length: int = 20  # steps of each sequence that are learned from
+    burn_in: int = 20  # steps before each sequence, at most, that only fill the memory
+    tau: float = 0.005  # target smoothing coefficient (Polyak averaging)
     random_steps: int | None = None  # first steps, with random actions (default: --learning-starts)
     learning_starts: int = 1000  # steps before the first update
     updates_per_step: float = 1.0  # updates for each step of an environment; may be below 1
     policy_frequency: int = 1  # update the actor and the targets at every N-th update of the critic
-    noise_type: Literal["gaussian", "ou"] = "gaussian"  # independent, or Ornstein-Uhlenbeck's
+    noise_type: Literal["gaussian", "ou"] = "gaussian"  # Gaussian or Ornstein-Uhlenbeck
     exploration_noise: float = 0.1  # standard deviation for actions in [-1, 1] (ou: of its steps)
     max_grad_norm: float | None = None  # largest norm of the gradient, actor's and critic's
     weight_decay: float = 0.0  # weight of the L2 penalty on the critic's parameters
@@ -122,6 +123,9 @@ def check_args(args):
     for name in positive:
         value = getattr(args, name)
         check(value is None or value > 0, f"--{name.replace('_', '-')} must be above 0")
+    for name in ("random_steps", "exploration_noise", "weight_decay", "burn_in"):
+        value = getattr(args, name)
+        check(value is None or value >= 0, f"--{name.replace('_', '-')} must be 0 or above")
     check(min(args.hidden_sizes, default=0) > 0, "--hidden-sizes must be numbers above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
     check(0 < args.tau <= 1, "--tau must be above 0, up to 1")
@@ -170,17 +174,19 @@ def read_flags():
     if args.resume:
         script = saved.get("script")
         check(script == SCRIPT, f"the run was made by {script}: resume it with that script")
-        check_changes(asdict(old_args), asdict(args))
+        check_changes(asdict(old_args), asdict(args), saved["run"]["global_step"])
     return args, saved
 
 
-def check_changes(old, new):
-    """Ends the program if flags of a resumed run, dicts, can't be as they are now."""
+def check_changes(old, new, steps):
+    """Ends the program if flags, dicts, of a run that has made steps can't be as they are now."""
     changed = {name for name in new if new[name] != old[name]}
     if "total_timesteps" in changed:
         schedules = [name for name in SCHEDULES if old[name]]
         advice = "start a new run with --init-from"
         check(not schedules, f"--total-timesteps can't change with {schedules}: {advice}")
+        message = f"the run has made {steps} steps: --total-timesteps can't be below"
+        check(steps <= new["total_timesteps"], message)
     fixed = {name: old[name] for name in changed.difference(FREE)}
     check(not fixed, f"the run was made with {fixed}: leave these flags out")
 
@@ -867,7 +873,7 @@ class Adam(nn.Module):
 class Learner(nn.Module):
     """What updates change besides the agent: targets, optimizers, and METRICS not yet logged.
 
-    target: the agent that the networks' targets make, which follows it slowly.
+    target: a copy of the agent, whose networks follow the agent's slowly.
     sums: of each of these METRICS; counts: how many values a sum has; float32 (len(METRICS),).
     """
 
@@ -934,7 +940,7 @@ def update(agent, learner, batch, with_actor, coefs, args):
 
 
 def weighted_mean(values, weights):
-    """The mean of values by their weights, both (n, num_steps)."""
+    """The weighted mean of values, both (n, num_steps)."""
     return (values * weights).sum() / weights.sum()
 
 
@@ -1023,8 +1029,9 @@ if __name__ == "__main__":
     video_dir = run.folder / "videos" if args.capture_video else None
     if args.evaluate or args.init_from:
         run.load(agent=agent)
+        flag = "--memory" if saved["args"]["memory"] else "--no-memory"
         same = saved["args"]["memory"] == args.memory
-        check(same, "the networks were trained with another memory: give the same")
+        check(same, f"the networks were trained with {flag}: give it here too")
     if args.evaluate:
         run.finish(evaluate(agent, envs, args, video_dir))
         sys.exit()

@@ -15,14 +15,15 @@
 #     "moviepy==2.2.1",
 # ]
 # ///
-"""DQN for discrete actions: CartPole, LunarLander and any other environment with vectors or a dict.
+"""DQN for discrete actions: CartPole, LunarLander and other vector or dict observations.
 
 Deep Q-Network, Mnih et al. 2015, https://www.nature.com/articles/nature14236, with the flags and
 defaults of CleanRL's dqn.py: layers of 120 and 84, Adam with 2.5e-4, a buffer of 10,000
 transitions, an update every 10 steps, a new target network every 500. --double is van Hasselt et
 al. 2015, https://arxiv.org/abs/1509.06461, --dueling Wang et al. 2015,
 https://arxiv.org/abs/1511.06581, --n-step Sutton's n-step return. A time limit is not a
-termination. Diff it against ddpg_continuous_action.py or ppo.py.
+termination. Comments number details as docs/details.md does. Diff it against
+ddpg_continuous_action.py or ppo.py.
 
     python dqn.py --env-id CartPole-v1 --total-timesteps 500000
 """
@@ -87,14 +88,14 @@ class Args:
     hidden_sizes: tuple[int, ...] = (120, 84)  # units of the network's hidden layers
     buffer_size: int = 10000  # transitions in the replay buffer
     batch_size: int = 128  # transitions in a minibatch
-    tau: float = 1.0  # fraction by which the target network moves to the Q-network
-    target_network_frequency: int = 500  # steps between these moves
+    tau: float = 1.0  # target smoothing coefficient (1: a copy of the Q-network)
+    target_network_frequency: int = 500  # steps between updates of the target network
     learning_starts: int = 10000  # steps before the first update
     train_frequency: int = 10  # steps between updates
-    start_e: float = 1.0  # probability of a random action in the beginning
-    end_e: float = 0.05  # probability of a random action in the end
-    exploration_fraction: float = 0.5  # part of the run in which it falls, linearly (0: at once)
-    n_step: int = 1  # steps of rewards in a target
+    start_e: float = 1.0  # epsilon at the start: the probability of a random action
+    end_e: float = 0.05  # epsilon at the end of its fall
+    exploration_fraction: float = 0.5  # epsilon falls linearly in this part of the run (0: at once)
+    n_step: int = 1  # n of the n-step returns in targets
     double: bool = False  # the Q-network chooses the target's action
     dueling: bool = False  # the network gives a state's value and the actions' advantages
     huber: bool = False  # Huber loss in place of the squared error
@@ -165,17 +166,19 @@ def read_flags():
     if args.resume:
         script = saved.get("script")
         check(script == SCRIPT, f"the run was made by {script}: resume it with that script")
-        check_changes(asdict(old_args), asdict(args))
+        check_changes(asdict(old_args), asdict(args), saved["run"]["global_step"])
     return args, saved
 
 
-def check_changes(old, new):
-    """Ends the program if flags of a resumed run, dicts, can't be as they are now."""
+def check_changes(old, new, steps):
+    """Ends the program if flags, dicts, of a run that has made steps can't be as they are now."""
     changed = {name for name in new if new[name] != old[name]}
     if "total_timesteps" in changed:
         schedules = [name for name in SCHEDULES if old[name]]
         advice = "start a new run with --init-from"
         check(not schedules, f"--total-timesteps can't change with {schedules}: {advice}")
+        message = f"the run has made {steps} steps: --total-timesteps can't be below"
+        check(steps <= new["total_timesteps"], message)
     fixed = {name: old[name] for name in changed.difference(FREE)}
     check(not fixed, f"the run was made with {fixed}: leave these flags out")
 

@@ -21,8 +21,8 @@ defaults of CleanRL's dqn_atari.py: Adam with 1e-4, a buffer of a million steps,
 steps, a new target network every 1000, random actions from 1 to 0.01 in a tenth of the run.
 --double is van Hasselt et al. 2015, https://arxiv.org/abs/1509.06461, --dueling Wang et al. 2015,
 https://arxiv.org/abs/1511.06581, --n-step Sutton's n-step return. A time limit is not a
-termination. The games are those of ppo_atari.py, with openai/baselines' wrappers; A1 to A8 are the
-numbers of docs/details.md of the repository. Diff it against dqn.py or c51_atari.py.
+termination. The games are those of ppo_atari.py, with openai/baselines' wrappers; G10 and A1 to A8
+are the numbers of docs/details.md of the repository. Diff it against dqn.py or c51_atari.py.
 
     python dqn_atari.py --env-id BreakoutNoFrameskip-v4 --total-timesteps 10000000
 """
@@ -93,14 +93,14 @@ class Args:
     gamma: float = 0.99  # discount factor
     buffer_size: int = 1000000  # transitions in the replay buffer
     batch_size: int = 32  # transitions in a minibatch
-    tau: float = 1.0  # fraction by which the target network moves to the Q-network
-    target_network_frequency: int = 1000  # steps between these moves
+    tau: float = 1.0  # target smoothing coefficient (1: a copy of the Q-network)
+    target_network_frequency: int = 1000  # steps between updates of the target network
     learning_starts: int = 80000  # steps before the first update
     train_frequency: int = 4  # steps between updates
-    start_e: float = 1.0  # probability of a random action in the beginning
-    end_e: float = 0.01  # probability of a random action in the end
-    exploration_fraction: float = 0.1  # part of the run in which it falls, linearly (0: at once)
-    n_step: int = 1  # steps of rewards in a target
+    start_e: float = 1.0  # epsilon at the start: the probability of a random action
+    end_e: float = 0.01  # epsilon at the end of its fall
+    exploration_fraction: float = 0.1  # epsilon falls linearly in this part of the run (0: at once)
+    n_step: int = 1  # n of the n-step returns in targets
     double: bool = False  # the Q-network chooses the target's action
     dueling: bool = False  # the network gives a state's value and the actions' advantages
     huber: bool = False  # Huber loss in place of the squared error
@@ -171,17 +171,19 @@ def read_flags():
     if args.resume:
         script = saved.get("script")
         check(script == SCRIPT, f"the run was made by {script}: resume it with that script")
-        check_changes(asdict(old_args), asdict(args))
+        check_changes(asdict(old_args), asdict(args), saved["run"]["global_step"])
     return args, saved
 
 
-def check_changes(old, new):
-    """Ends the program if flags of a resumed run, dicts, can't be as they are now."""
+def check_changes(old, new, steps):
+    """Ends the program if flags, dicts, of a run that has made steps can't be as they are now."""
     changed = {name for name in new if new[name] != old[name]}
     if "total_timesteps" in changed:
         schedules = [name for name in SCHEDULES if old[name]]
         advice = "start a new run with --init-from"
         check(not schedules, f"--total-timesteps can't change with {schedules}: {advice}")
+        message = f"the run has made {steps} steps: --total-timesteps can't be below"
+        check(steps <= new["total_timesteps"], message)
     fixed = {name: old[name] for name in changed.difference(FREE)}
     check(not fixed, f"the run was made with {fixed}: leave these flags out")
 

@@ -94,9 +94,9 @@ class Args:
     num_minibatches: int = 4  # minibatches per epoch
     update_epochs: int = 4  # epochs per rollout
     max_grad_norm: float = 10.0  # largest norm of the gradient
-    start_e: float = 1.0  # probability of a random action in the beginning
-    end_e: float = 0.05  # probability of a random action in the end
-    exploration_fraction: float = 0.5  # part of the run in which it falls, linearly (0: at once)
+    start_e: float = 1.0  # epsilon at the start: the probability of a random action
+    end_e: float = 0.05  # epsilon at the end of its fall
+    exploration_fraction: float = 0.5  # epsilon falls linearly in this part of the run (0: at once)
 
 
 SCHEDULES = ("anneal_lr", "exploration_fraction")  # flags whose effect depends on --total-timesteps
@@ -164,17 +164,19 @@ def read_flags():
     if args.resume:
         script = saved.get("script")
         check(script == SCRIPT, f"the run was made by {script}: resume it with that script")
-        check_changes(asdict(old_args), asdict(args))
+        check_changes(asdict(old_args), asdict(args), saved["run"]["global_step"])
     return args, saved
 
 
-def check_changes(old, new):
-    """Ends the program if flags of a resumed run, dicts, can't be as they are now."""
+def check_changes(old, new, steps):
+    """Ends the program if flags, dicts, of a run that has made steps can't be as they are now."""
     changed = {name for name in new if new[name] != old[name]}
     if "total_timesteps" in changed:
         schedules = [name for name in SCHEDULES if old[name]]
         advice = "start a new run with --init-from"
         check(not schedules, f"--total-timesteps can't change with {schedules}: {advice}")
+        message = f"the run has made {steps} steps: --total-timesteps can't be below"
+        check(steps <= new["total_timesteps"], message)
     fixed = {name: old[name] for name in changed.difference(FREE)}
     check(not fixed, f"the run was made with {fixed}: leave these flags out")
 

@@ -83,21 +83,21 @@ class Args:
     env_id: str = "HalfCheetah-v5"  # id of the Gymnasium environment
     total_timesteps: int = 1000000  # steps of the run, all environments together
     learning_rate: float = 3e-4  # learning rate of Adam
-    actor_learning_rate: float | None = None  # of the actor (None: --learning-rate)
-    critic_learning_rate: float | None = None  # of the critic (None: --learning-rate)
+    actor_learning_rate: float | None = None  # learning rate of the actor (None: --learning-rate)
+    critic_learning_rate: float | None = None  # learning rate of the critic (None: --learning-rate)
     num_envs: int = 1  # number of environments
     gamma: float = 0.99  # discount factor
     hidden_sizes: tuple[int, ...] = (256, 256)  # units of the hidden layers, actor's and critic's
     buffer_size: int = 1000000  # transitions in the replay buffer
     batch_size: int = 256  # transitions in a minibatch
-    tau: float = 0.005  # part of the way that an update moves the targets to the trained networks
+    tau: float = 0.005  # target smoothing coefficient (Polyak averaging)
     random_steps: int | None = None  # first steps, with random actions (default: --learning-starts)
     learning_starts: int = 25000  # steps before the first update
     updates_per_step: float = 1.0  # updates for each step of an environment; may be below 1
     policy_frequency: int = 2  # update the actor and the targets at every N-th update of the critic
     policy_noise: float = 0.2  # standard deviation of the smoothing noise, for actions in [-1, 1]
     noise_clip: float = 0.5  # bound of the smoothing noise, for actions in [-1, 1]
-    noise_type: Literal["gaussian", "ou"] = "gaussian"  # independent, or Ornstein-Uhlenbeck's
+    noise_type: Literal["gaussian", "ou"] = "gaussian"  # Gaussian or Ornstein-Uhlenbeck
     exploration_noise: float = 0.1  # standard deviation for actions in [-1, 1] (ou: of its steps)
     max_grad_norm: float | None = None  # largest norm of the gradient, actor's and critic's
     weight_decay: float = 0.0  # weight of the L2 penalty on the critic's parameters
@@ -118,6 +118,9 @@ def check_args(args):
     for name in positive:
         value = getattr(args, name)
         check(value is None or value > 0, f"--{name.replace('_', '-')} must be above 0")
+    for name in ("random_steps", "exploration_noise", "policy_noise", "noise_clip", "weight_decay"):
+        value = getattr(args, name)
+        check(value is None or value >= 0, f"--{name.replace('_', '-')} must be 0 or above")
     check(min(args.hidden_sizes, default=0) > 0, "--hidden-sizes must be numbers above 0")
     check(0 <= args.gamma <= 1, "--gamma must be from 0 to 1")
     check(0 < args.tau <= 1, "--tau must be above 0, up to 1")
@@ -166,17 +169,19 @@ def read_flags():
     if args.resume:
         script = saved.get("script")
         check(script == SCRIPT, f"the run was made by {script}: resume it with that script")
-        check_changes(asdict(old_args), asdict(args))
+        check_changes(asdict(old_args), asdict(args), saved["run"]["global_step"])
     return args, saved
 
 
-def check_changes(old, new):
-    """Ends the program if flags of a resumed run, dicts, can't be as they are now."""
+def check_changes(old, new, steps):
+    """Ends the program if flags, dicts, of a run that has made steps can't be as they are now."""
     changed = {name for name in new if new[name] != old[name]}
     if "total_timesteps" in changed:
         schedules = [name for name in SCHEDULES if old[name]]
         advice = "start a new run with --init-from"
         check(not schedules, f"--total-timesteps can't change with {schedules}: {advice}")
+        message = f"the run has made {steps} steps: --total-timesteps can't be below"
+        check(steps <= new["total_timesteps"], message)
     fixed = {name: old[name] for name in changed.difference(FREE)}
     check(not fixed, f"the run was made with {fixed}: leave these flags out")
 
@@ -761,7 +766,7 @@ class Adam(nn.Module):
 class Learner(nn.Module):
     """What updates change besides the agent: targets, optimizers, and METRICS not yet logged.
 
-    target: the agent that the networks' targets make, which follows it slowly.
+    target: a copy of the agent, whose networks follow the agent's slowly.
     sums: of each of these METRICS; counts: how many values a sum has; float32 (len(METRICS),).
     """
 
@@ -937,6 +942,7 @@ if __name__ == "__main__":
         "policy_noise": args.policy_noise,
         "noise_clip": args.noise_clip,
     }
+    # As tensors: for other floats the update would be compiled again
     coefs = {name: torch.tensor(value, device=device) for name, value in coefs.items()}
     random_steps = args.learning_starts if args.random_steps is None else args.random_steps
     for iteration in run.iterations():  # counted from 0

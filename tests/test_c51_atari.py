@@ -208,8 +208,8 @@ def test_bfloat16_is_near_float32():
     torch.testing.assert_close(rounded.exp().sum(2), torch.ones(3, 6), rtol=1e-5, atol=0)
 
 
-def test_a_run_has_the_flags_atoms_and_adams_epsilon(run_script):
-    """Of a run, of one with --init-from, and of an evaluation."""
+def test_a_run_has_the_flags_atoms_and_adams_epsilon(run_script, capsys):
+    """And an evaluation has them. With others the networks' values would be others."""
     flags = f"{TINY} --env-id ShortPongNoFrameskip-v4 --total-timesteps 16 --learning-starts 8"
     flags += " --buffer-size 50 --batch-size 4 --n-atoms 5 --v-min -3 --v-max 5"
     first = run_script(SCRIPT, *flags.split())
@@ -218,9 +218,11 @@ def test_a_run_has_the_flags_atoms_and_adams_epsilon(run_script):
     assert first.agent.atoms.tolist() == first.learner.target.atoms.tolist() == [-3, -1, 1, 3, 5]
     played = run_script(SCRIPT, "--evaluate", "runs/run")
     assert played.agent.atoms.tolist() == [-3, -1, 1, 3, 5]
+    run_script(SCRIPT, "--evaluate", "runs/run", "--v-max", "1", code=2)
     flags = flags.replace("--run-name run", "--run-name other --init-from runs/run")
-    other = run_script(SCRIPT, *flags.split(), "--v-max", "1")
-    assert other.agent.atoms.tolist() == other.learner.target.atoms.tolist() == [-3, -2, -1, 0, 1]
+    run_script(SCRIPT, *flags.split(), "--v-min", "1", code=2)
+    assert capsys.readouterr().err.count("trained with another --v-min or --v-max") == 2
+    run_script(SCRIPT, *flags.split(), "--run-name", "same")
 
 
 def test_a_run_updates_and_moves_its_networks(run_script):

@@ -369,7 +369,7 @@ def test_init_from_needs_the_same_memory(run_script, capsys):
     first = run_script(SCRIPT, *QUICK, *flags)
     again = ("--init-from", str(first.run.folder), "--run-name")
     run_script(SCRIPT, *QUICK, *flags, *again, "other", "--no-memory", code=2)
-    assert "trained with another memory" in capsys.readouterr().err
+    assert "trained with --memory: give it here too" in capsys.readouterr().err
     run_script(SCRIPT, *QUICK, *flags, *again, "same")
 
 

@@ -3,6 +3,7 @@
 What they share with all scripts is tested in test_behaviour.py.
 """
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -126,6 +127,15 @@ def test_actions_that_are_not_finite_end_the_run(run, tmp_path):
     flags = "--learning-rate 1e30 --eval-interval 0 --checkpoint-interval 1000"
     result = run(tmp_path, f"{DDPG} {flags}")
     assert_fails(result, 1, "a loss or a weight is not finite", "a lower --learning-rate")
+
+
+def test_a_run_cannot_become_shorter_than_it_is(whole, run, tmp_path):
+    """Its evaluation would be said to be of fewer steps than it is."""
+    shutil.copytree(whole, tmp_path / RUN)
+    before = contents(tmp_path)
+    result = run(tmp_path, f"--resume {RUN} --total-timesteps 499")
+    assert_fails(result, 2, "the run has made 500 steps: --total-timesteps can't be below")
+    assert contents(tmp_path) == before
 
 
 def test_the_buffer_does_not_depend_on_the_length_of_the_run(succeed, tmp_path):

@@ -290,7 +290,7 @@ class Checker:
             return
         assert name in SCRIPTS, f"there is no {name}"
         module = load_script(name)
-        saved = {"script": name, "args": asdict(module.Args())}
+        saved = {"script": name, "args": asdict(module.Args()), "run": {"global_step": 0}}
         self.monkeypatch.setattr(torch, "load", lambda path, **options: saved)
         args, _ = self.parse(module, words[1:])
         if args is not None:

@@ -24,6 +24,7 @@ CONTINUOUS = (
 SCRIPTS = (*CONTINUOUS, dqn, dqn_atari, c51_atari)
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 POSITIVE = "must be above 0"
+NOT_NEGATIVE = "must be 0 or above"
 # A flag, values that it may not have, and what its sentence says
 BAD_VALUES = (
     ("seed", ("-1", "4294967296"), "must be from 0 to 2**32 - 1"),
@@ -43,6 +44,12 @@ BAD_VALUES = (
     ("tau", ("0", "2", "nan"), "must be above 0, up to 1"),
     ("updates-per-step", ("0", "nan"), POSITIVE),
     ("policy-frequency", ("0",), POSITIVE),
+    ("random-steps", ("-1",), NOT_NEGATIVE),
+    ("exploration-noise", ("-0.1", "nan"), NOT_NEGATIVE),
+    ("policy-noise", ("-0.1", "nan"), NOT_NEGATIVE),
+    ("noise-clip", ("-0.5", "nan"), NOT_NEGATIVE),
+    ("weight-decay", ("-0.01", "nan"), NOT_NEGATIVE),
+    ("burn-in", ("-1",), NOT_NEGATIVE),
     ("alpha", ("0", "-1", "nan"), POSITIVE),
     ("sequence-length", ("0",), POSITIVE),
     ("hidden-size", ("0",), POSITIVE),

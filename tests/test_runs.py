@@ -679,10 +679,10 @@ def test_each_flag_is_free_or_fixed(capsys, name):
     old = asdict(ppo.Args(anneal_lr=False))
     changed = old | {name: 2000000 if name == "total_timesteps" else "other"}
     if name in FREE | {"total_timesteps"}:
-        ppo.check_changes(old, changed)
+        ppo.check_changes(old, changed, 0)
         return
     with pytest.raises(SystemExit):
-        ppo.check_changes(old, changed)
+        ppo.check_changes(old, changed, 0)
     assert f"'{name}': " in capsys.readouterr().err
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DIFFERENT = {
     "Args": (22, "the flags of the algorithm; its common flags are compared one by one"),
     "SCHEDULES": (5, "which flags there are"),
-    "check_args": (17, "what the algorithm's flags may be"),
+    "check_args": (18, "what the algorithm's flags may be"),
     "check_env": (3, "actions to try, where there are masks (ppo_mask); many agents"),
     "make_env": (7, "kinds of spaces, and the wrappers for them"),
     "Episode": (2, "an agent's part of a game (ppo_pettingzoo)"),
@@ -69,10 +69,10 @@ MAIN_BLOCKS = {
     ("pqn", "pqn_atari"): 8,
     ("ppo_lstm", "ppo_atari_lstm"): 6,
     ("dqn", "dqn_atari"): 44,
-    ("dqn_atari", "c51_atari"): 6,
+    ("dqn_atari", "c51_atari"): 8,
     ("ddpg_continuous_action", "td3_continuous_action"): 6,
     ("td3_continuous_action", "sac_continuous_action"): 26,
-    ("ddpg_continuous_action", "ddpg_lstm"): 25,
+    ("ddpg_continuous_action", "ddpg_lstm"): 27,
 }
 
 
