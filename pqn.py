@@ -155,6 +155,7 @@ def read_flags():
     try:  # weights_only: a stranger's file can't run code
         saved = torch.load(path, map_location="cpu", weights_only=True)
         flags = {name: x for name, x in saved["args"].items() if name in asdict(args)}
+        steps = saved["run"]["global_step"]
     except Exception as error:  # torch.load raises many kinds
         check(False, f"{path} is no checkpoint of {SCRIPT}, or damaged: {type(error).__name__}")
     if args.init_from:
@@ -164,7 +165,7 @@ def read_flags():
     if args.resume:
         script = saved.get("script")
         check(script == SCRIPT, f"the run was made by {script}: resume it with that script")
-        check_changes(asdict(old_args), asdict(args), saved["run"]["global_step"])
+        check_changes(asdict(old_args), asdict(args), steps)
     return args, saved
 
 

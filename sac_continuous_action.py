@@ -98,9 +98,7 @@ class Args:
     autotune: bool = True  # learn the temperature; off: it stays --alpha
     alpha: float = 1.0  # temperature, the weight of the entropy (with --autotune: the first one)
     alpha_learning_rate: float | None = 1e-3  # learning rate of alpha (None: --learning-rate)
-    target_entropy: float | None = (
-        None  # entropy to aim at, nats (default: minus action dimensions)
-    )
+    target_entropy: float | None = None  # target entropy, in nats (None: minus action dimensions)
     max_grad_norm: float | None = None  # largest norm of a gradient: actor's, critics' or alpha's
     weight_decay: float = 0.0  # weight of the L2 penalty on the critic's parameters
 
@@ -162,6 +160,7 @@ def read_flags():
     try:  # weights_only: a stranger's file can't run code
         saved = torch.load(path, map_location="cpu", weights_only=True)
         flags = {name: x for name, x in saved["args"].items() if name in asdict(args)}
+        steps = saved["run"]["global_step"]
     except Exception as error:  # torch.load raises many kinds
         check(False, f"{path} is no checkpoint of {SCRIPT}, or damaged: {type(error).__name__}")
     if args.init_from:
@@ -171,7 +170,7 @@ def read_flags():
     if args.resume:
         script = saved.get("script")
         check(script == SCRIPT, f"the run was made by {script}: resume it with that script")
-        check_changes(asdict(old_args), asdict(args), saved["run"]["global_step"])
+        check_changes(asdict(old_args), asdict(args), steps)
     return args, saved
 
 

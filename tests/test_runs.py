@@ -485,7 +485,7 @@ DAMAGES = {
     "no-optimizer": (without("optimizer"), "other sizes"),
     "no-envs": (without("envs"), "other sizes"),
     "no-statistics": (without("envs", "obs_rms"), "other sizes"),
-    "no-run": (without("run"), "other sizes"),
+    "no-run": (without("run"), "is no checkpoint"),
     "no-random-state": (without("run", "random_state"), "other sizes"),
 }
 FLAGS_OF_DAMAGES = {
