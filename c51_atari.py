@@ -1051,8 +1051,8 @@ if __name__ == "__main__":
     video_dir = run.folder / "videos" if args.capture_video else None
     if args.evaluate or args.init_from:
         run.load(agent=agent)
-        same = all(saved["args"][name] == getattr(args, name) for name in ("v_min", "v_max"))
-        check(same, "the networks were trained with another --v-min or --v-max: give the same")
+        atoms = saved["args"]["v_min"], saved["args"]["v_max"]
+        check(atoms == (args.v_min, args.v_max), f"give the networks' --v-min and --v-max: {atoms}")
     if args.evaluate:
         run.finish(evaluate(agent, envs, args, video_dir))
         sys.exit()

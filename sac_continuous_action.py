@@ -769,7 +769,7 @@ class Adam(nn.Module):
 class Learner(nn.Module):
     """What updates change besides the agent: target, temperature, optimizers, unlogged METRICS.
 
-    target: a copy of the critics, which follows them slowly; log_alpha: of the temperature, ().
+    target: the critics' slow copy; log_alpha: logarithm of the temperature, ().
     sums: of each of these METRICS; counts: how many values a sum has; float32 (len(METRICS),).
     """
 

@@ -38,7 +38,7 @@ from scipy.stats import trim_mean
 from benchmark import fail
 from benchmark.backends import BackendError
 from benchmark.report import __main__ as report
-from benchmark.suite import SuiteError, read_args, read_file, read_suite, seeds_of
+from benchmark.suite import SET_BY_SWEEP, SuiteError, read_args, read_file, read_suite, seeds_of
 from benchmark.sweep import ENDS, POLL_S
 from benchmark.sweep import read_flags as read_sweep_flags
 from benchmark.task import WAIT_S, die_with_parent, last_line, read_evaluation, state_of
@@ -83,6 +83,8 @@ class Search:
             runs = self.write_suite(suite, {"default": {}}, [self.first_seed])
             args = read_args(runs)
         for name in self.ranges:
+            if name in SET_BY_SWEEP:
+                raise SuiteError(f"{path}: a search can't set {name}")
             if not all(name in own for own in args.values()):
                 raise SuiteError(f"{path}: a script has no flag {name}")
         for env_id in {run.env_id for run in runs.values()}:
@@ -170,7 +172,7 @@ def open_study(search, folder):
 
 
 def make_sampler(number):
-    """That of a trial. From the same scores before it, it draws the same values."""
+    """That of a trial. From the same trials before it, it draws the same values."""
     return optuna.samplers.TPESampler(multivariate=True, seed=number)
 
 

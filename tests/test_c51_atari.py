@@ -221,7 +221,7 @@ def test_a_run_has_the_flags_atoms_and_adams_epsilon(run_script, capsys):
     run_script(SCRIPT, "--evaluate", "runs/run", "--v-max", "1", code=2)
     flags = flags.replace("--run-name run", "--run-name other --init-from runs/run")
     run_script(SCRIPT, *flags.split(), "--v-min", "1", code=2)
-    assert capsys.readouterr().err.count("trained with another --v-min or --v-max") == 2
+    assert capsys.readouterr().err.count("networks' --v-min and --v-max: (-3.0, 5.0)") == 2
     run_script(SCRIPT, *flags.split(), "--run-name", "same")
 
 

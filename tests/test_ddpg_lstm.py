@@ -370,7 +370,11 @@ def test_init_from_needs_the_same_memory(run_script, capsys):
     again = ("--init-from", str(first.run.folder), "--run-name")
     run_script(SCRIPT, *QUICK, *flags, *again, "other", "--no-memory", code=2)
     assert "trained with --memory: give it here too" in capsys.readouterr().err
-    run_script(SCRIPT, *QUICK, *flags, *again, "same")
+    other = run_script(SCRIPT, *QUICK, *flags, "--no-memory", "--run-name", "control")
+    again = ("--init-from", str(other.run.folder), "--run-name")
+    run_script(SCRIPT, *QUICK, *flags, *again, "third", code=2)
+    assert "trained with --no-memory: give it here too" in capsys.readouterr().err
+    run_script(SCRIPT, *QUICK, *flags, *again, "same", "--no-memory")
 
 
 @pytest.mark.parametrize("cell, gates", [("lstm", 4), ("gru", 3), ("rnn", 1)])

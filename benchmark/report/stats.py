@@ -35,7 +35,7 @@ def estimate(samples, statistic):
 def middle_mean(x):
     """The interquartile mean along the first axis, as in rliable and scipy.stats.trim_mean.
 
-    With their checks of what they are given, 2,000 resamples take six times as long.
+    With their checks of what they are given, resampling takes several times as long.
     """
     cut = len(x) // 4
     return np.sort(x, axis=0)[cut : len(x) - cut].mean(axis=0)

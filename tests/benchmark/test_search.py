@@ -198,6 +198,7 @@ def test_a_trial_is_taken_by_one_command_alone(searches):
 def test_a_search_made_again_tries_the_same_values(searches):
     """Also where a command was killed before it had drawn a trial's."""
     flags = FLAGS.replace(RANGE, "low = 0.0, high = 1.0")
+    assert search.make_sampler(0)._multivariate
     file = search.Search(searches.write(["Good-v0"], flags=flags))
     found = {"a": [], "b": []}
     for name, values in found.items():
@@ -378,6 +379,7 @@ def test_another_file_needs_another_folder(searches):
         (("Good-v0 = [1, 11]", "Good-v0 = [1, 2, 3]"), "[scores] must have Good-v0 = "),
         (("sizes = {", "sizes = 5 # {"), "the range of sizes is wrong: "),
         (("sizes = {", "size = {"), "a script has no flag size"),
+        (("sizes = {", "seed = { low = 1, high = 9 } # {"), "a search can't set seed"),
         (("fast =", "slow ="), "a suite can't set slow for fake.py"),
         (("[runs.flags]", "[runs.variants]\na = {}\n[runs.flags]"), "a search has no variants"),
         (("seeds = 2", "seeds = [4294967295]"), "seeds must be different whole numbers from 0 to"),

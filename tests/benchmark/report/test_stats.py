@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from rliable import library, metrics
+from scipy.stats import trim_mean
 
 from benchmark.report import stats
 
@@ -11,6 +12,11 @@ from benchmark.report import stats
 def test_iqm_is_the_mean_without_the_lowest_and_highest_quarter():
     assert stats.iqm([np.array([100.0, 1, 2, 7]), np.array([3.0, 4, 6, 5])])[0] == 4.5
     assert stats.iqm([np.array([1.0, 2, 9])])[0] == 4  # floor(3 / 4) = 0: nothing is left out
+
+
+def test_middle_mean_is_scipys_of_each_column():
+    x = np.random.default_rng(2).normal(size=(10, 5))
+    assert stats.middle_mean(x) == pytest.approx(trim_mean(x, 0.25, axis=0))
 
 
 def test_estimates_are_rliables():
