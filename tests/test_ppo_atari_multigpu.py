@@ -370,7 +370,7 @@ def test_torchrun_takes_its_processes_along(tmp_path, moment):
 )
 def test_rank_0_refuses_bad_input_before_it_waits_for_others(server, tmp_path, flags, env, words):
     if "--evaluate" in flags:
-        checkpoint = {"args": {}, "script": SCRIPT.name}
+        checkpoint = {"args": {}, "script": SCRIPT.name, "run": {"global_step": 0}}
         torch.save(checkpoint, tmp_path / "checkpoint.pt")
     assert_fails(server.run(SCRIPT, tmp_path, flags, **env), 2, words)
 
