@@ -22,7 +22,7 @@ import io
 import json
 import re
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 
 from benchmark import ROOT
@@ -37,6 +37,8 @@ KEYS |= {"processes": int}
 NEEDED = ("script", "env_ids", "seeds")
 # A sweep sets these flags itself, so a suite can't
 SET_BY_SWEEP = ("env_id", "seed", "run_name", "resume", "evaluate")
+# A sweep needs these flags
+ARGS = {"env_id", "seed", "run_name", "resume", "total_timesteps"}
 
 
 class SuiteError(Exception):
@@ -210,6 +212,8 @@ def load_script(script):
     missing = [name for name in ("Args", "read_flags", "check_args") if not hasattr(module, name)]
     if missing:
         raise SuiteError(f"{script} must have {', '.join(missing)}")
+    if not is_dataclass(module.Args) or not ARGS <= {field.name for field in fields(module.Args)}:
+        raise SuiteError(f"Args of {script} must be a dataclass with {', '.join(sorted(ARGS))}")
     return module
 
 

@@ -56,7 +56,9 @@ def test_a_run_that_begins_with_the_networks_of_another_finds_it_from_the_suites
 
 SECOND = 'env_ids = ["A"]\nseeds = 1\n[[runs]]\nscript = "{}"\nenv_ids = ["B"]\nseeds = 1'
 ARGS = "from dataclasses import dataclass\n@dataclass\nclass Args:\n    x: int = 1\n"
+FUNCTIONS = "def read_flags(): ...\ndef check_args(args): ...\n"
 SCRIPTS = {"broken": "no python", "exits": "raise SystemExit(3)", "empty": ARGS}
+SCRIPTS |= {"few_flags": ARGS + FUNCTIONS, "no_dataclass": "class Args: ...\n" + FUNCTIONS}
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,8 @@ SCRIPTS = {"broken": "no python", "exits": "raise SystemExit(3)", "empty": ARGS}
         (SECOND.format("broken.py"), "can't import"),
         (SECOND.format("exits.py"), "SystemExit 3"),
         (SECOND.format("empty.py"), "must have read_flags, check_args"),
+        (SECOND.format("few_flags.py"), "must be a dataclass with env_id, resume, run_name, seed"),
+        (SECOND.format("no_dataclass.py"), "Args of"),
         ('env_ids = ["A"]\nseeds = 1\nflags = { stride = 3 }', "can't set stride for fake.py"),
         ('env_ids = ["A"]\nseeds = 1\nflags = { seed = 3 }', "can't set seed for fake.py"),
         ('env_ids = ["A"]\nseeds = 1\nflags = { resume = "x" }', "can't set resume for fake.py"),
