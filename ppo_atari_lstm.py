@@ -956,6 +956,9 @@ if __name__ == "__main__":
     video_dir = run.folder / "videos" if args.capture_video else None
     if args.evaluate or args.init_from:
         run.load(agent=agent)
+        flag = "--memory" if saved["args"]["memory"] else "--no-memory"
+        same = saved["args"]["memory"] == args.memory
+        check(same, f"the networks were trained with {flag}: give it here too")
     if args.evaluate:
         run.finish(evaluate(agent, envs, args, video_dir))
         sys.exit()

@@ -419,6 +419,13 @@ class Run:
 # --------------------------------------------------------------------------------------------------
 
 
+def flatten_mask(mask):
+    """A mask, an array or tuples of them as Gymnasium's sample(mask) takes them -> array (n,)."""
+    if isinstance(mask, tuple):
+        return np.concatenate([flatten_mask(part) for part in mask])
+    return np.asarray(mask)
+
+
 class ActionMask(gym.Wrapper):
     """Appends the action mask to an observation: 1 for what is allowed, 0 for the rest.
 
@@ -438,7 +445,7 @@ class ActionMask(gym.Wrapper):
     def read_mask(self, info):
         """Keeps the mask, (sum(nvec),), for the next action."""
         mask = info.get("action_mask", self.everything)
-        self.mask = np.hstack(mask) if isinstance(mask, tuple) else np.asarray(mask)
+        self.mask = flatten_mask(mask)
         if self.mask.shape != self.everything.shape:
             sys.exit(f"error: an action_mask is {self.mask.shape}, not {self.everything.shape}")
 

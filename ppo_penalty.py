@@ -21,7 +21,7 @@ Proximal Policy Optimization, Schulman et al. 2017, https://arxiv.org/abs/1707.0
 loss has beta times the KL between the old and the new policy, estimated from the actions that were
 played; beta is doubled or halved after an iteration that has missed --kl-target by a factor of 1.5.
 The ratio isn't clipped, the value loss is. With --adaptive-lr the learning rate follows the KL too,
-as in rl_games, https://github.com/Denys88/rl_games
+by the rule of rl_games, https://github.com/Denys88/rl_games, which applies it after each epoch.
 Comments number details as docs/details.md of the repository does: G2 to G11 are general, M6 is for
 MuJoCo, X1 and X3 are optional.
 Diff it against ppo.py.
@@ -784,7 +784,7 @@ def ppo_loss(agent, batch, coefs, args):
 class KLController:
     """Adapts the penalty's coefficient and the learning rate to the KL of each iteration.
 
-    The coefficient as in section 4 of the paper, the learning rate as in rl_games.
+    The coefficient as in section 4 of the paper, the learning rate by the rule of rl_games.
     """
 
     def __init__(self, kl_target, learning_rate):

@@ -83,7 +83,7 @@ class Args:
     capture_video: bool = False  # film the first episode of each evaluation, into videos/
     checkpoint_interval: int = 10  # iterations (a rollout and its update) between checkpoints
     eval_interval: int = 0  # iterations between evaluations during the training (0: none)
-    eval_episodes: int = 10  # episodes of an evaluation, with deterministic actions and own seeds
+    eval_episodes: int = 10  # games of an evaluation, with deterministic actions and own seeds
     resume: str | None = None  # continue the run in this folder, exactly; its flags come with it
     evaluate: str | None = None  # play the policy of this run, or of a checkpoint such as best.pt
     init_from: str | None = None  # begin with the networks and statistics of this run
@@ -452,6 +452,9 @@ def check_env(env, env_id):
             fits = shape is None or np.shape(obs) == shape  # a Dict and a Tuple have none
             shape = np.shape(obs)
             check(fits, f"{name} of {env_id} returns another shape than its space's: {shape}")
+    for reward in results["step()"][1].values():
+        fits = np.ndim(reward) == 0 and np.asarray(reward).dtype.kind in "biuf"
+        check(fits, f"step() of {env_id} must return numbers as its rewards, not {reward!r}")
 
 
 def make_env(env_id, **options):

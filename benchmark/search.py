@@ -78,12 +78,9 @@ class Search:
         if not self.ranges:
             raise SuiteError(f"{path} has no ranges")
         self.suggest(optuna.create_study().ask())
-        with tempfile.TemporaryDirectory() as folder:
-            suite = Path(folder, "suite.toml")
-            runs = self.write_suite(suite, {"default": {}}, [self.first_seed])
-            args = read_args(runs)
+        runs, args = self.read_defaults()
         for name in self.ranges:
-            if name in SET_BY_SWEEP:
+            if name in (*SET_BY_SWEEP, "init_from"):
                 raise SuiteError(f"{path}: a search can't set {name}")
             if not all(name in own for own in args.values()):
                 raise SuiteError(f"{path}: a script has no flag {name}")
@@ -93,6 +90,13 @@ class Search:
                     continue
             wanted = f"{env_id} = [of a bad policy, of a good one]"
             raise SuiteError(f"{path}: [scores] must have {wanted}")
+
+    def read_defaults(self):
+        """The finals' default runs, and their flags as the scripts read them. Raises SuiteError."""
+        with tempfile.TemporaryDirectory() as folder:
+            suite = Path(folder, "suite.toml")
+            runs = self.write_suite(suite, {"default": {}}, [self.first_seed])
+            return runs, read_args(runs)
 
     def suggest(self, trial):
         """The values of a trial, from Optuna: {flag: value}. Raises SuiteError."""
@@ -160,7 +164,8 @@ def open_study(search, folder):
         if copy.exists() and copy.read_text() != text:
             name = search.path.name
             raise SuiteError(f"{folder} was made by another {name}: choose another --dir")
-        copy.write_text(text)
+        if not copy.exists():
+            copy.write_text(text)
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / "journal.log")))
         return optuna.create_study(
             study_name="search",
@@ -185,8 +190,11 @@ def take_trial(study, folder, count):
         for left in study.get_trials(states=(TrialState.RUNNING,)):
             lock = FileLock(folder / "trials" / f"{left.number}.lock")
             with contextlib.suppress(Timeout):
-                study.sampler = make_sampler(left.number)
-                return lock.acquire(timeout=0), optuna.trial.Trial(study, left._trial_id)
+                held = lock.acquire(timeout=0)
+                if study.trials[left.number].state == TrialState.RUNNING:  # it hasn't just ended
+                    study.sampler = make_sampler(left.number)
+                    return held, optuna.trial.Trial(study, left._trial_id)
+                lock.release()
         if len(study.trials) >= count:
             return None
         study.sampler = make_sampler(len(study.trials))
@@ -213,7 +221,7 @@ def sweep(folder, words, **options):
 
 
 def do_trial(study, trial, search, folder, words):
-    """Does a trial's runs, and tells the study."""
+    """Does a trial's runs, and tells the study. Raises SuiteError if the scripts can't be run."""
     values = search.suggest(trial)
     runs = search.write_suite(folder / "suite.toml", {"": values})
     scores = {}
@@ -221,6 +229,7 @@ def do_trial(study, trial, search, folder, words):
     try:
         read_args(runs)
     except SuiteError as error:
+        search.read_defaults()  # raises where it isn't by this trial's values
         study.tell(trial, state=TrialState.PRUNED)  # with a value it could come into the finals
         print(f"trial {trial.number} can't be run: {error}", flush=True)
         return
@@ -285,7 +294,10 @@ def do_finals(best, search, folder, count, words):
 def write_report(study, finals, out):
     """Writes DIR/report: Optuna's figures of the trials, and the report of the finalists' runs."""
     out.mkdir(exist_ok=True)
-    study.trials_dataframe().to_csv(out / "trials.csv", index=False)
+    trials = study.trials_dataframe()
+    # Optuna gives a pruned trial the score of its last run
+    trials.loc[trials["state"] != "COMPLETE", "value"] = np.nan
+    trials.to_csv(out / "trials.csv", index=False)
     plots = optuna.visualization
     drawn = [plots.plot_optimization_history(study), plots.plot_slice(study)]
     drawn += [plots.plot_param_importances(study), plots.plot_parallel_coordinate(study)]
@@ -322,7 +334,10 @@ def main():
     while taken := take_trial(study, folder, flags.trials):
         lock, trial = taken
         with lock:
-            do_trial(study, trial, search, folder / "trials" / str(trial.number), words)
+            try:
+                do_trial(study, trial, search, folder / "trials" / str(trial.number), words)
+            except SuiteError as error:
+                fail(error)
     if study.get_trials(states=(TrialState.RUNNING,)):
         print("the last trials are in the hands of other commands, which go on")
         return

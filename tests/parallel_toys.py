@@ -259,6 +259,11 @@ class Wide(Toy):
         return dict.fromkeys(actions, 0.0)
 
 
+class Unrewarded(Pair):
+    def reward(self, actions):
+        return dict.fromkeys(actions)
+
+
 class Undead(Pair):
     """Its agents stay after they have ended."""
 

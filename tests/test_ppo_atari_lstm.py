@@ -342,6 +342,17 @@ def test_a_run_bootstraps_with_the_memory_of_the_final_observation(run_script, f
         assert not (module.terminations | module.truncations)[-1].all()
 
 
+def test_init_from_needs_the_same_memory(run_script, capsys):
+    """The networks have the same shapes, so nothing else would notice."""
+    flags = [*RUN, "--env-id", "LstmLivesNoFrameskip-v4", "--total-timesteps", "64", "--no-compile"]
+    for own, other in (("--memory", "--no-memory"), ("--no-memory", "--memory")):
+        first = run_script(ppo.__file__, *flags, own, "--run-name", f"first{own}")
+        again = (*flags, "--init-from", str(first.run.folder), "--run-name")
+        run_script(ppo.__file__, *again, f"second{own}", other, code=2)
+        assert f"trained with {own}: give it here too" in capsys.readouterr().err
+        run_script(ppo.__file__, *again, f"third{own}", own)
+
+
 def test_l2_l5_memory_starts_at_zero_and_goes_on_into_the_next_rollout(run_script):
     others = "--no-anneal-lr --ent-coef 0.02 --vf-coef 0.3 --max-grad-norm 0.7".split()
     game = ["--env-id", "LstmLivesNoFrameskip-v4", *others, "--total-timesteps"]

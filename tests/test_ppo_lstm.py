@@ -604,6 +604,17 @@ def test_a_run_bootstraps_with_the_memory_of_the_final_observation(run_script, f
     assert len(finals) > 2 + truncated.sum()
 
 
+def test_init_from_needs_the_same_memory(run_script, capsys):
+    """The networks have the same shapes, so nothing else would notice."""
+    flags = [*RUN, "--total-timesteps", "160", "--no-compile"]
+    for own, other in (("--memory", "--no-memory"), ("--no-memory", "--memory")):
+        first = run_script(ppo.__file__, *flags, own, "--run-name", f"first{own}")
+        again = (*flags, "--init-from", str(first.run.folder), "--run-name")
+        run_script(ppo.__file__, *again, f"second{own}", other, code=2)
+        assert f"trained with {own}: give it here too" in capsys.readouterr().err
+        run_script(ppo.__file__, *again, f"third{own}", own)
+
+
 @pytest.mark.parametrize("cell", CELLS)
 def test_l2_l5_memory_starts_at_zero_and_goes_on_into_the_next_rollout(run_script, cell):
     flags = [*RUN, "--no-anneal-lr", "--learning-rate", "0.01", "--cell", cell]

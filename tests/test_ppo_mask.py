@@ -219,6 +219,14 @@ def test_a_mask_of_another_size_ends_the_run(mask):
         ppo_mask.make_env("Masked-v0")
 
 
+def test_masks_may_be_nested_as_gymnasium_takes_them():
+    space = SPACES["MaskGrid-v0"]
+    (a, b), (c, d) = [[np.eye(n, dtype=np.int8)[0] for n in row] for row in space.nvec]
+    nested = ((a, b), (c, d))
+    np.testing.assert_array_equal(space.sample(mask=nested), space.start)
+    np.testing.assert_array_equal(ppo_mask.flatten_mask(nested), np.hstack((a, b, c, d)))
+
+
 def test_the_end_of_an_episode_may_allow_nothing():
     class Over(MaskedToy):
         def step(self, action):

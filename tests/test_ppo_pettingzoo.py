@@ -450,6 +450,7 @@ REFUSED = {
     "parallel_toys.old": "reset() of parallel_toys.old must return 2 dicts",
     "parallel_toys.four": "step() of parallel_toys.four must return 5 dicts",
     "parallel_toys.wide": "returns another shape than its space's: (4,)",
+    "parallel_toys.unrewarded": "must return numbers as its rewards, not None",
 }
 
 

@@ -43,6 +43,7 @@ DIFFERENT_FLAGS = {
     "compile": "some compile nothing",
     "checkpoint_interval": "what an iteration is",
     "eval_interval": "evaluations are on by default with a replay buffer",
+    "eval_episodes": "an episode is an agent's where there are several",
     "env_id": "ids of games",
     "learning_rate": "of which optimizer",
     "hidden_sizes": "of which networks",

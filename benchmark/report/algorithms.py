@@ -1,7 +1,7 @@
 """The README's table of algorithms: what each script is, one of its scores, and its speed.
 
-benchmark/results/algorithms.csv says which: script and what it is; results, the folder of its runs,
-empty before there are any; env_id; flags of these runs, where they don't have the defaults.
+benchmark/results/algorithms.csv says which: script and what it is; results, the folder of its runs;
+env_id; flags of these runs, where they don't have the defaults.
 """
 
 from benchmark.report.tables import Table, mean_std, number
@@ -28,8 +28,6 @@ def make_table(algorithms, results, speeds):
 
 def score_of(algorithm, results):
     """The score of a script's runs; if all were stopped, how far they came."""
-    if not algorithm.results:
-        return "no score yet"
     runs = results[algorithm.results]
     runs = runs[(runs["script"] == algorithm.script) & (runs["env_id"] == algorithm.env_id)]
     what = algorithm.env_id.rpartition(":")[2]

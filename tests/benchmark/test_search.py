@@ -14,6 +14,7 @@ import optuna
 import pandas as pd
 import pytest
 from filelock import FileLock
+from optuna.trial import TrialState
 
 from benchmark import ROOT, search
 from benchmark.suite import SuiteError
@@ -195,6 +196,32 @@ def test_a_trial_is_taken_by_one_command_alone(searches):
     other.lock.release()
 
 
+def test_a_trial_that_has_just_ended_is_not_taken_again(searches, monkeypatch):
+    """Another command may tell it, and let it go, between two looks at the study."""
+    study = search.open_study(search.Search(searches.write(["Good-v0"])), searches.out)
+    lock, trial = search.take_trial(study, searches.out, 1)
+    running = study.get_trials(states=(TrialState.RUNNING,))
+    assert [left.number for left in running] == [0]
+    study.tell(trial, 1.0)
+    lock.lock.release()
+    now = study.get_trials
+    monkeypatch.setattr(
+        study, "get_trials", lambda *args, states=None, **more: running if states else now()
+    )
+    assert search.take_trial(study, searches.out, 1) is None
+
+
+def test_a_script_that_is_broken_now_does_not_lose_a_trial(searches):
+    file = search.Search(searches.write(["Good-v0"]))
+    study = search.open_study(file, searches.out)
+    lock, trial = search.take_trial(study, searches.out, 1)
+    searches.lab.script.write_text("no python")
+    with pytest.raises(SuiteError, match="can't import"):
+        search.do_trial(study, trial, file, searches.out / "trials" / "0", [])
+    assert [trial.state for trial in study.trials] == [TrialState.RUNNING]
+    lock.lock.release()
+
+
 def test_a_search_made_again_tries_the_same_values(searches):
     """Also where a command was killed before it had drawn a trial's."""
     flags = FLAGS.replace(RANGE, "low = 0.0, high = 1.0")
@@ -244,6 +271,8 @@ def test_a_trial_that_loses_to_the_best_one_is_pruned(searches):
     assert trial.state.name == "PRUNED"
     finished = list((searches.out / "trials" / "1").rglob("evaluation.json"))
     assert 3 < len(finished) < 12
+    values = pd.read_csv(searches.out / "report" / "trials.csv")["value"]
+    np.testing.assert_array_equal(values, [9.0, np.nan])
 
 
 def test_failed_runs_score_0(searches):
@@ -360,9 +389,12 @@ def test_a_search_without_dir_is_in_searches(searches, tmp_path):
 def test_another_file_needs_another_folder(searches):
     searches.write(["Good-v0"], seeds=1)
     searches.run("--trials", "1", "--seeds", "0")
+    copied = (searches.out / "search.toml").stat()
     searches.path = searches.path.rename(searches.path.with_name("renamed.toml"))
     searches.run("--trials", "2", "--seeds", "0")
     assert len(searches.trials()) == 2
+    # A disk that is full now can't leave half a copy
+    assert (searches.out / "search.toml").stat().st_mtime_ns == copied.st_mtime_ns
     searches.write(["Good-v0"], seeds=1, scores=SCORES.replace("11", "12"))
     assert "was made by another renamed.toml: choose another --dir" in searches.run(code=2)
 
@@ -380,6 +412,7 @@ def test_another_file_needs_another_folder(searches):
         (("sizes = {", "sizes = 5 # {"), "the range of sizes is wrong: "),
         (("sizes = {", "size = {"), "a script has no flag size"),
         (("sizes = {", "seed = { low = 1, high = 9 } # {"), "a search can't set seed"),
+        (("sizes = {", "init_from = { choices = ['x'] } # {"), "a search can't set init_from"),
         (("fast =", "slow ="), "a suite can't set slow for fake.py"),
         (("[runs.flags]", "[runs.variants]\na = {}\n[runs.flags]"), "a search has no variants"),
         (("seeds = 2", "seeds = [4294967295]"), "seeds must be different whole numbers from 0 to"),

@@ -80,7 +80,6 @@ def test_score_is_of_finished_runs_with_the_defaults_or_the_flags_that_are_named
     )
     assert score(runs) == "Pole-v1, 4,000,000 steps, 2 seeds: 2.00 +- 1.00"
     assert score(runs, flags="--amp") == "Pole-v1, `--amp`, 4,000,000 steps, 1 seed: 9.00"
-    assert score(runs, results="") == "no score yet"
 
 
 def test_score_of_stopped_runs_says_how_far_they_came(make_runs):
