@@ -229,7 +229,7 @@ def do_trial(study, trial, search, folder, words):
     try:
         read_args(runs)
     except SuiteError as error:
-        search.read_defaults()  # raises where it isn't by this trial's values
+        search.read_defaults()  # raises if the defaults can't be run now either
         study.tell(trial, state=TrialState.PRUNED)  # with a value it could come into the finals
         print(f"trial {trial.number} can't be run: {error}", flush=True)
         return

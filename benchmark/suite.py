@@ -37,8 +37,8 @@ KEYS |= {"processes": int}
 NEEDED = ("script", "env_ids", "seeds")
 # A sweep sets these flags itself, so a suite can't
 SET_BY_SWEEP = ("env_id", "seed", "run_name", "resume", "evaluate")
-# A sweep needs these flags
-ARGS = {"env_id", "seed", "run_name", "resume", "total_timesteps"}
+# A sweep needs these
+NEEDED_FLAGS = ("env_id", "resume", "run_name", "seed", "total_timesteps")
 
 
 class SuiteError(Exception):
@@ -212,8 +212,9 @@ def load_script(script):
     missing = [name for name in ("Args", "read_flags", "check_args") if not hasattr(module, name)]
     if missing:
         raise SuiteError(f"{script} must have {', '.join(missing)}")
-    if not is_dataclass(module.Args) or not ARGS <= {field.name for field in fields(module.Args)}:
-        raise SuiteError(f"Args of {script} must be a dataclass with {', '.join(sorted(ARGS))}")
+    flags = [field.name for field in fields(module.Args)] if is_dataclass(module.Args) else []
+    if not set(NEEDED_FLAGS) <= set(flags):
+        raise SuiteError(f"Args of {script} must be a dataclass with {', '.join(NEEDED_FLAGS)}")
     return module
 
 

@@ -13,6 +13,7 @@ import torch
 from processes import returns
 from skrl.memories.torch import RandomMemory
 from test_ddpg_continuous_action import Stamped, as_coefs, draw_uniform, flat, move, stored
+from test_ppo_lstm import assert_init_from_needs_the_same_memory
 from torch import nn
 
 import ddpg_lstm as lstm
@@ -364,17 +365,8 @@ def test_actions_follow_from_the_episode_so_far(run_script, flags):
 
 
 def test_init_from_needs_the_same_memory(run_script, capsys):
-    """The networks have the same shapes, so nothing else would notice."""
     flags = ("--env-id", "Stamped-v0", "--total-timesteps", "30", "--learning-starts", "20")
-    first = run_script(SCRIPT, *QUICK, *flags)
-    again = ("--init-from", str(first.run.folder), "--run-name")
-    run_script(SCRIPT, *QUICK, *flags, *again, "other", "--no-memory", code=2)
-    assert "trained with --memory: give it here too" in capsys.readouterr().err
-    other = run_script(SCRIPT, *QUICK, *flags, "--no-memory", "--run-name", "control")
-    again = ("--init-from", str(other.run.folder), "--run-name")
-    run_script(SCRIPT, *QUICK, *flags, *again, "third", code=2)
-    assert "trained with --no-memory: give it here too" in capsys.readouterr().err
-    run_script(SCRIPT, *QUICK, *flags, *again, "same", "--no-memory")
+    assert_init_from_needs_the_same_memory(run_script, capsys, SCRIPT, *QUICK, *flags)
 
 
 @pytest.mark.parametrize("cell, gates", [("lstm", 4), ("gru", 3), ("rnn", 1)])

@@ -18,6 +18,7 @@ from test_ppo_lstm import (
     CELL_AND_MEMORY,
     assert_bootstraps_and_agrees,
     assert_equals_a_loop,
+    assert_init_from_needs_the_same_memory,
     assert_memory_in_the_checkpoint_counts,
     assert_orthogonal,
     memories_by_steps,
@@ -343,14 +344,8 @@ def test_a_run_bootstraps_with_the_memory_of_the_final_observation(run_script, f
 
 
 def test_init_from_needs_the_same_memory(run_script, capsys):
-    """The networks have the same shapes, so nothing else would notice."""
-    flags = [*RUN, "--env-id", "LstmLivesNoFrameskip-v4", "--total-timesteps", "64", "--no-compile"]
-    for own, other in (("--memory", "--no-memory"), ("--no-memory", "--memory")):
-        first = run_script(ppo.__file__, *flags, own, "--run-name", f"first{own}")
-        again = (*flags, "--init-from", str(first.run.folder), "--run-name")
-        run_script(ppo.__file__, *again, f"second{own}", other, code=2)
-        assert f"trained with {own}: give it here too" in capsys.readouterr().err
-        run_script(ppo.__file__, *again, f"third{own}", own)
+    game = ("--env-id", "LstmLivesNoFrameskip-v4", "--total-timesteps", "64", "--no-compile")
+    assert_init_from_needs_the_same_memory(run_script, capsys, ppo.__file__, *RUN, *game)
 
 
 def test_l2_l5_memory_starts_at_zero_and_goes_on_into_the_next_rollout(run_script):

@@ -604,15 +604,19 @@ def test_a_run_bootstraps_with_the_memory_of_the_final_observation(run_script, f
     assert len(finals) > 2 + truncated.sum()
 
 
-def test_init_from_needs_the_same_memory(run_script, capsys):
-    """The networks have the same shapes, so nothing else would notice."""
-    flags = [*RUN, "--total-timesteps", "160", "--no-compile"]
+def assert_init_from_needs_the_same_memory(run_script, capsys, script, *flags):
+    """The networks have the same shapes with and without, so nothing else would notice."""
     for own, other in (("--memory", "--no-memory"), ("--no-memory", "--memory")):
-        first = run_script(ppo.__file__, *flags, own, "--run-name", f"first{own}")
+        first = run_script(script, *flags, own, "--run-name", f"first{own}")
         again = (*flags, "--init-from", str(first.run.folder), "--run-name")
-        run_script(ppo.__file__, *again, f"second{own}", other, code=2)
+        run_script(script, *again, f"second{own}", other, code=2)
         assert f"trained with {own}: give it here too" in capsys.readouterr().err
-        run_script(ppo.__file__, *again, f"third{own}", own)
+        run_script(script, *again, f"third{own}", own)
+
+
+def test_init_from_needs_the_same_memory(run_script, capsys):
+    flags = (*RUN, "--total-timesteps", "160", "--no-compile")
+    assert_init_from_needs_the_same_memory(run_script, capsys, ppo.__file__, *flags)
 
 
 @pytest.mark.parametrize("cell", CELLS)

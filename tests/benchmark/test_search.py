@@ -211,15 +211,22 @@ def test_a_trial_that_has_just_ended_is_not_taken_again(searches, monkeypatch):
     assert search.take_trial(study, searches.out, 1) is None
 
 
-def test_a_script_that_is_broken_now_does_not_lose_a_trial(searches):
-    file = search.Search(searches.write(["Good-v0"]))
-    study = search.open_study(file, searches.out)
-    lock, trial = search.take_trial(study, searches.out, 1)
+def test_a_script_that_is_broken_for_a_while_costs_no_trial(searches):
+    searches.write(["Gate-v0"], seeds=1)
+    process = searches.start("--trials", "2", "--seeds", "0")
+    run_dir = searches.run_dir(0, "Gate-v0__fake__1")
+    searches.lab.wait_for(lambda: (run_dir / "checkpoint.pt").read_text() == "2")
+    script = searches.lab.script.read_text()
     searches.lab.script.write_text("no python")
-    with pytest.raises(SuiteError, match="can't import"):
-        search.do_trial(study, trial, file, searches.out / "trials" / "0", [])
-    assert [trial.state for trial in study.trials] == [TrialState.RUNNING]
-    lock.lock.release()
+    for number in ("0", "1"):
+        (searches.out / "trials" / number).mkdir(exist_ok=True)
+        (searches.out / "trials" / number / "go").touch()
+    code, said = searches.lab.finish(process)
+    assert code == 2 and "error: can't import" in said and "Traceback" not in said
+    assert [trial.state.name for trial in searches.trials()] == ["COMPLETE", "RUNNING"]
+    searches.lab.script.write_text(script)
+    searches.run("--trials", "2", "--seeds", "0")
+    assert [trial.state.name for trial in searches.trials()] == ["COMPLETE", "COMPLETE"]
 
 
 def test_a_search_made_again_tries_the_same_values(searches):
