@@ -264,6 +264,11 @@ class Unrewarded(Pair):
         return dict.fromkeys(actions)
 
 
+class Manyfold(Pair):
+    def reward(self, actions):
+        return dict.fromkeys(actions, np.zeros(2))
+
+
 class Undead(Pair):
     """Its agents stay after they have ended."""
 

@@ -451,6 +451,7 @@ REFUSED = {
     "parallel_toys.four": "step() of parallel_toys.four must return 5 dicts",
     "parallel_toys.wide": "returns another shape than its space's: (4,)",
     "parallel_toys.unrewarded": "must return numbers as its rewards, not None",
+    "parallel_toys.manyfold": "must return numbers as its rewards, not array([0., 0.])",
 }
 
 
